@@ -1,0 +1,88 @@
+"""From composed YAML to typed specs, and where the files that ship with the package lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tracedraft.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parent
+ASSETS = PACKAGE / "assets"
+
+
+def shipped_dir(name: str) -> Path:
+    """A top-level folder of the project (``conf``, ``experiments``): inside the package in a wheel."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def build_spec(node: DictConfig, key: str) -> Any:
+    """Turn one config group into the frozen spec that its ``_target_`` names.
+
+    Args:
+        node: the composed group, with ``_target_`` and every field of the spec.
+        key: where the group stands in the config, for error messages.
+
+    Raises:
+        UserError: unknown or missing field, wrong type, or a class outside ``tracedraft``.
+    """
+    fields = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(fields, dict)
+    path = str(fields.pop("_target_", ""))
+    if not path.startswith("tracedraft."):
+        raise UserError(f"{key}._target_={path!r}: expected a spec class of the tracedraft package")
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key}._target_={path!r} cannot be imported: {error}") from error
+    try:
+        resolved = OmegaConf.to_container(node, resolve=True)
+        assert isinstance(resolved, dict)
+        resolved.pop("_target_")
+        merged = OmegaConf.merge(OmegaConf.structured(cls), resolved)
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        where = f"{key}.{error.full_key}" if getattr(error, "full_key", None) else key
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def plain(value: Any) -> Any:
+    """A spec as JSON-ready data: dataclasses with their class path, enums by value."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"_target_": f"{type(value).__module__}.{type(value).__qualname__}"} | fields
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+# Keys that say where files lie, not what they hold: the content is in the provenance by its sha256.
+NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note"})
+
+
+def fingerprint(specs: dict[str, Any]) -> str:
+    """Identity of a run: a hash of its built specs less the keys that cannot change a result."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items() if k not in NOT_IN_FINGERPRINT}
+        if isinstance(value, list):
+            return [strip(v) for v in value]
+        return value
+
+    text = json.dumps(strip(plain(specs)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

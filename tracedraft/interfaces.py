@@ -1,0 +1,98 @@
+"""What the decode loop knows of its components.
+
+Every component is a frozen dataclass *spec* (plain data, filled from one YAML) whose ``build`` makes the
+live object. Classes here are abstract; implementations are final.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, Update
+
+
+class Target(ABC):
+    """The frozen model whose output is served, with the KV cache of the response in progress."""
+
+    vocab_size: int
+    hidden_size: int
+    context: int
+    eos_ids: frozenset[int]
+
+    @abstractmethod
+    def begin(self, capacity: int, width: int) -> None:
+        """Start a response: a zeroed KV cache of ``capacity`` rows, passes of ``width`` tokens."""
+
+    @abstractmethod
+    def prefill(self, tokens: Sequence[int]) -> TargetPass:
+        """Consume and commit the prompt [L]."""
+
+    @abstractmethod
+    def verify(self, tokens: Tensor) -> TargetPass:
+        """Consume T ≤ width tokens after the committed ones, committing none."""
+
+    @abstractmethod
+    def commit(self, n: int) -> None:
+        """Keep the first ``n`` tokens of the last verification; the rest are rolled back."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of final hidden states [n, H]."""
+
+
+class Draft(ABC):
+    """The small model that proposes. ``head`` is None for drafts without an adaptable output head."""
+
+    head: OutputHead | None
+
+    @abstractmethod
+    def begin(self, capacity: int) -> None:
+        """Start a response with an empty KV cache of ``capacity`` rows."""
+
+    @abstractmethod
+    def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
+        """Consume n true slots (taps H_i [n, taps*H], token x_{i+1} [n]); return pre-norm outputs [n, H]."""
+
+    @abstractmethod
+    def propose(self, length: int) -> Proposal:
+        """Draft ``length`` tokens after the last true slot. Leaves no trace in the KV cache."""
+
+
+class InnerAdapter(ABC):
+    """Learns inside a response from token-level feedback. Touches nothing but the draft's output head."""
+
+    @abstractmethod
+    def begin_conversation(self) -> None: ...
+
+    @abstractmethod
+    def begin_response(self) -> None: ...
+
+    @abstractmethod
+    def observe(self, evidence: Evidence) -> None:
+        """Take in aligned supervision of newly verified positions."""
+
+    @abstractmethod
+    def maybe_update(self, round: int) -> Update | None:
+        """Called after verification round ``round`` is committed (0: after prefill), before the next proposal."""
+
+    @abstractmethod
+    def end_response(self) -> None: ...
+
+
+class InnerAdapterSpec(ABC):
+    name: str
+
+    @abstractmethod
+    def build(self, head: OutputHead | None, seed: int) -> InnerAdapter:
+        """Raises UserError if the draft has no head and the adapter needs one."""
+
+
+class WorkloadSpec(ABC):
+    name: str
+
+    @abstractmethod
+    def load(self) -> tuple[list[Conversation], dict[str, str | None]]:
+        """The conversations in order, and their provenance: source, path or id, revision, sha256."""

@@ -1,0 +1,155 @@
+"""Plain data that crosses component boundaries.
+
+Shape legend, used by every file: ``L`` prompt tokens, ``T`` tokens of one target pass, ``K`` drafted
+tokens, ``A`` accepted tokens, ``n`` positions, ``H`` hidden size, ``V`` target vocabulary, ``D`` draft
+vocabulary. The batch axis is dropped: a run serves one response at a time.
+
+Alignment. The target consumes x_0 … x_{L-1}; at position j it yields tapped features H_j, a final hidden
+state h_j and logits z_j, which predict x_{j+1}. Draft slot j-1 consumes (H_{j-1}, x_j) and its output
+predicts x_{j+1}; **its teacher is z_j**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Source = Literal["prompt", "response"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One or more user turns, answered in order. ``occurrence`` counts its earlier showings in a stream."""
+
+    id: str
+    turns: tuple[str, ...]
+    domain: str
+    occurrence: int = 0
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What one pass of the target yields.
+
+    Attributes:
+        taps: [T, taps*H] residual stream at the input of the tapped layers, low to high.
+        hidden: [T, H] final hidden states, after the last norm.
+        logits: [T, V] for a verification; [1, V] (last position only) for a prefill.
+    """
+
+    taps: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A chain of drafted tokens: ``tokens`` [K] int64, target ids, each following the one before."""
+
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one verification: the A accepted tokens and then the target's own next token."""
+
+    accepted: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Supervision that decoding computes anyway, already aligned: row i of both belongs together.
+
+    Attributes:
+        source: where the positions lie, the prompt or the verified continuation.
+        features: [n, H] pre-norm outputs of draft slots j-1, made from true target features.
+        teacher: maps row indices [m] to the target logits z_j [m, V]. Lazy, since the logits of a whole
+            prompt would cost more than an update can gain.
+    """
+
+    source: Source
+    features: Tensor
+    teacher: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class OutputHead:
+    """The draft's output norm and prediction head: all that an inner adapter may change, in place.
+
+    Attributes:
+        norm: [H] RMSNorm gain.
+        weight: [D, H] prediction head.
+        eps: RMSNorm epsilon.
+        vocab: [D] int64, target id of each draft id, ascending.
+    """
+
+    norm: Tensor
+    weight: Tensor
+    eps: float
+    vocab: Tensor
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Draft logits [n, D] of pre-norm features [n, H], at the head's own precision."""
+        normed = torch.nn.functional.rms_norm(features, self.norm.shape, self.norm, self.eps)
+        return torch.nn.functional.linear(normed, self.weight)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One attempted draft update. Numbers that were not measured are None.
+
+    Attributes:
+        round: verification rounds finished in this response (0: at prefill).
+        committed: False when the transaction was rolled back.
+        reason: why it was rolled back ("" when committed).
+        positions: supervised positions that carried loss, by source.
+        loss: mean T²·KL over them before the step.
+        grad_norm: global gradient norm before clipping.
+        drift: relative step per trained tensor, ‖Δ‖/‖W‖.
+        vocab_mass: mean target probability inside the draft vocabulary.
+    """
+
+    round: int
+    committed: bool
+    reason: str
+    positions: dict[str, int]
+    loss: float | None
+    grad_norm: float | None
+    drift: dict[str, float]
+    vocab_mass: float | None
+    held_out_before: float | None = None
+    held_out_after: float | None = None
+
+
+@dataclass
+class Response:
+    """One answered turn. Counts only; ratios are computed from sums of them.
+
+    Attributes:
+        tokens: generated ids, the end token included where the target produced one.
+        ended: "eos", "limit" (max_new_tokens) or "context".
+        rounds: S.
+        accepted: A, cut where the response ends.
+        cut: target tokens that the end cut off: len(tokens) = 1 + A + S - cut.
+        accepted_per_round: A of each round.
+        trials, survivals: [K] drafted tokens tested and accepted at depth 1 … K.
+        updates: attempted updates of the draft.
+        seconds: wall seconds by phase; they sum to the whole.
+    """
+
+    tokens: list[int]
+    ended: Literal["eos", "limit", "context"]
+    rounds: int
+    accepted: int
+    cut: int
+    accepted_per_round: list[int]
+    trials: list[int]
+    survivals: list[int]
+    updates: list[Update] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
