@@ -23,8 +23,9 @@ class Target(ABC):
     eos_ids: frozenset[int]
 
     @abstractmethod
-    def begin(self, capacity: int, width: int) -> None:
-        """Start a response: a zeroed KV cache of ``capacity`` rows, passes of ``width`` tokens."""
+    def begin(self, capacity: int, width: int, chunk: int) -> None:
+        """Start a response: a zeroed KV cache of ``capacity`` rows; verification passes are ``width`` tokens
+        wide, prefill passes ``chunk``, both padded, so that every row always rounds alike."""
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int]) -> TargetPass:
@@ -37,6 +38,10 @@ class Target(ABC):
     @abstractmethod
     def commit(self, n: int) -> None:
         """Keep the first ``n`` tokens of the last verification; the rest are rolled back."""
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Roll back to ``length`` committed tokens."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

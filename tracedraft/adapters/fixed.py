@@ -1,0 +1,40 @@
+"""The control: a draft that never changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracedraft.interfaces import InnerAdapter, InnerAdapterSpec
+from tracedraft.types import Evidence, OutputHead, Update
+
+
+@dataclass(frozen=True)
+class FixedSpec(InnerAdapterSpec):
+    name: str
+
+    def build(self, head: OutputHead | None, seed: int) -> FixedAdapter:
+        """Works with any draft, one without a head included."""
+        return FixedAdapter()
+
+
+class FixedAdapter(InnerAdapter):
+    """Does nothing, and never asks for a teacher, so that an arm with it costs what plain drafting costs."""
+
+    def begin_conversation(self) -> None:
+        pass
+
+    def begin_response(self) -> None:
+        pass
+
+    def observe(self, evidence: Evidence) -> None:
+        pass
+
+    def maybe_update(self, round: int) -> Update | None:
+        return None
+
+    def end_response(self) -> None:
+        pass
+
+    def drift(self) -> dict[str, float]:
+        """No tensor is trained."""
+        return {}

@@ -1,0 +1,124 @@
+"""Where supervised positions are kept: one response's window per source, and the replay across responses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracedraft.adapters.objective import Rows, negentropy, teacher_rows
+from tracedraft.types import Evidence, OutputHead
+
+
+class Window:
+    """At most ``capacity`` positions of one source of one response: the latest, or a uniform sample.
+
+    Each position draws a key (its age, or a random number) and the smallest keys stay, which for random
+    keys is a reservoir that is exact however the positions arrive in pieces.
+    """
+
+    def __init__(self, head: OutputHead, capacity: int, recent: bool, temperature: float) -> None:
+        size, hidden = head.weight.shape
+        blank = torch.empty(0, dtype=torch.float32, device=head.weight.device)
+        self._rows = Rows(
+            blank.new_empty(capacity, hidden), blank.new_empty(capacity, size), blank.new_empty(capacity)
+        )
+        self._carries = torch.zeros(capacity, dtype=torch.bool)
+        self._mass = torch.zeros(capacity)
+        self._keys = torch.zeros(capacity, dtype=torch.float64)
+        self._vocab = head.vocab
+        self._recent = recent
+        self._temperature = temperature
+        self.clear()
+
+    def clear(self) -> None:
+        self._size = 0
+        self._seen = 0
+
+    def observe(self, evidence: Evidence, draws: torch.Generator) -> None:
+        """Choose among the new positions first, and ask the teacher for the chosen ones only."""
+        count, capacity = evidence.features.shape[0], len(self._keys)
+        fresh = (
+            -torch.arange(self._seen, self._seen + count, dtype=torch.float64)
+            if self._recent
+            else torch.rand(count, dtype=torch.float64, generator=draws)
+        )
+        self._seen += count
+        keys = torch.cat([self._keys[: self._size], fresh])
+        keep = keys.argsort(stable=True)[:capacity].sort().values
+        chosen = keep[keep >= self._size] - self._size
+        if not len(chosen):
+            return
+        free = torch.ones(capacity, dtype=torch.bool)
+        free[keep[keep < self._size]] = False
+        slots = free.nonzero().flatten()[: len(chosen)]
+        self._keys[slots] = fresh[chosen]
+        self._size = len(keep)
+        self._store(evidence, chosen, slots)
+
+    def _store(self, evidence: Evidence, chosen: Tensor, slots: Tensor) -> None:
+        device = self._rows.features.device
+        index, at = chosen.to(device), slots.to(device)
+        p, negent, carries, mass = teacher_rows(evidence.teacher(index), self._vocab, self._temperature)
+        self._rows.features[at] = evidence.features.index_select(0, index).float()
+        self._rows.teacher[at] = p
+        self._rows.negentropy[at] = negent
+        self._carries[slots] = carries.cpu()
+        self._mass[slots] = mass.cpu()
+
+    def index(self) -> Tensor:
+        """Slots [m] of the positions that carry loss, on the CPU."""
+        return self._carries[: self._size].nonzero().flatten()
+
+    def take(self, index: Tensor) -> Rows:
+        """The positions in the slots ``index`` [m]."""
+        return self._rows.take(index.to(self._rows.features.device))
+
+    def mass(self) -> Tensor:
+        """[k] target probability inside the draft vocabulary at every kept position, loss or none."""
+        return self._mass[: self._size]
+
+
+class Replay:
+    """Positions of earlier responses, first in first out, within a bound on bytes.
+
+    Kept are the features and the teacher's distribution over the draft vocabulary, in the head's dtype:
+    probabilities rather than logits, since bf16 rounds a logit of 20 by 0.06 but a probability by 0.4 %.
+    """
+
+    def __init__(self, head: OutputHead, mebibytes: float) -> None:
+        size, hidden = head.weight.shape
+        self.capacity = int(mebibytes * 2**20) // ((size + hidden) * head.weight.element_size())
+        self._features = head.weight.new_empty(self.capacity, hidden, requires_grad=False)
+        self._teacher = head.weight.new_empty(self.capacity, size, requires_grad=False)
+        self.clear()
+
+    def clear(self) -> None:
+        self._next = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._features.nbytes + self._teacher.nbytes
+
+    def push(self, rows: Rows) -> None:
+        """Append positions, overwriting the oldest."""
+        count = min(len(rows), self.capacity)
+        if not count:
+            return
+        at = (self._next + torch.arange(count, device=self._features.device)) % self.capacity
+        self._features[at] = rows.features[-count:].to(self._features.dtype)
+        self._teacher[at] = rows.teacher[-count:].to(self._teacher.dtype)
+        self._next = (self._next + count) % self.capacity
+        self._size = min(self._size + count, self.capacity)
+
+    def sample(self, count: int, draws: torch.Generator) -> Rows:
+        """At most ``count`` positions, uniformly without replacement."""
+        at = torch.randperm(self._size, generator=draws)[:count].to(self._features.device)
+        teacher = self._teacher[at].float()
+        # Rounding to the head's dtype leaves a sum a little off 1.
+        teacher /= teacher.sum(-1, keepdim=True)
+        return Rows(self._features[at].float(), teacher, negentropy(teacher))

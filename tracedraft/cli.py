@@ -1,0 +1,97 @@
+"""Entry points. Nothing heavy is imported before the configuration is composed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from tracedraft.config import build_spec, shipped_dir
+from tracedraft.errors import UserError
+
+USAGE = """usage: tracedraft COMMAND [overrides]
+
+  run      measure a learner: tracedraft run workload=mtbench adapter=persistent
+           over several:      tracedraft run -m workload=aime24,mtbench adapter=reset,persistent
+  train    train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3
+  prepare  fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
+
+tracedraft COMMAND --help lists the options of each configuration group."""
+
+
+class OneLine(CompactHydraException):
+    """Bad input, which Hydra prints without a traceback."""
+
+
+def main() -> None:
+    """The console script."""
+    commands = {"run": run, "train": train, "prepare": prepare}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
+        print(USAGE, file=sys.stdout if helped else sys.stderr)
+        raise SystemExit(0 if helped else 2)
+    command = sys.argv.pop(1)
+    commands[command]()
+
+
+def _quiet() -> None:
+    """Offline unless the user says otherwise costs nothing here; progress bars of libraries do."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="config")
+def run(cfg: DictConfig) -> float | None:
+    """One run of the main job; Hydra calls it once for each run of a sweep.
+
+    Returns:
+        the speedup over the interleaved fixed arm.
+    """
+    _quiet()
+    from tracedraft.measure import measure
+    from tracedraft.report import result_table, row, show
+
+    context = HydraConfig.get()
+    swept = context.mode == RunMode.MULTIRUN
+    folder = Path(context.runtime.output_dir)
+    try:
+        summary = measure(cfg, folder, Path(context.sweep.dir).name if swept else None)
+    except UserError as error:
+        if swept:  # the sweep goes on, and Hydra keeps the message to its end
+            print(f"failed: {folder.name}: {error}", file=sys.stderr)
+        raise OneLine(f"error: {error}") from None
+    if not swept:
+        show(result_table([row(summary)]))
+        print(f"record: {folder}")
+    return summary["speedup"]
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="train")
+def train(cfg: DictConfig) -> None:
+    """Synthesise a corpus from the target and train a draft on it; both steps go on where they stopped."""
+    _quiet()
+    from tracedraft.training.command import train_draft
+
+    _plainly(lambda: train_draft(cfg, Path(cfg.out)))
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="config")
+def prepare(cfg: DictConfig) -> None:
+    """Load the target once, so that its weights are fetched, converted and cached."""
+    _quiet()
+    _plainly(lambda: build_spec(cfg.target, "target").build())
+    print(f"target {cfg.target.name} is ready")
+
+
+def _plainly(action: Any) -> None:
+    try:
+        action()
+    except UserError as error:
+        raise OneLine(f"error: {error}") from None

@@ -1,0 +1,174 @@
+"""The one loop: prefill, then propose → verify → commit → observe → maybe update until the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Draft, InnerAdapter, Target
+from tracedraft.meter import Meter
+from tracedraft.types import Evidence, Response, Update, Verdict
+from tracedraft.verify import Sampling, choose, verify_chain
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """How responses are decoded: a chain of ``chain_length`` drafted tokens a round.
+
+    Attributes:
+        prefill_chunk, cache_bucket: tokens; the fixed shapes of prefill passes and of the KV cache.
+    """
+
+    name: str
+    chain_length: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    prefill_chunk: int
+    cache_bucket: int
+
+    def __post_init__(self) -> None:
+        for key in ("chain_length", "max_new_tokens", "prefill_chunk", "cache_bucket"):
+            if getattr(self, key) < 1:
+                raise UserError(f"decode.{key}={getattr(self, key)}: expected at least 1")
+        if self.temperature < 0:
+            raise UserError(f"decode.temperature={self.temperature}: expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"decode.top_p={self.top_p}: expected a share in (0, 1]")
+        if self.top_k < 0:
+            raise UserError(f"decode.top_k={self.top_k}: expected 0 (no limit) or more")
+
+    @property
+    def width(self) -> int:
+        return self.chain_length + 1
+
+    def sampling(self, key: int) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, key)
+
+    def capacity(self, prompt: int, context: int) -> int:
+        """KV rows for a response to ``prompt`` tokens, the padding of the last passes included."""
+        rows = max(min(prompt + self.max_new_tokens, context) + self.width, prompt + self.prefill_chunk)
+        return -(-rows // self.cache_bucket) * self.cache_bucket
+
+
+class _Tally:
+    """A response while it grows: its tokens, and the counts that tau and acceptance by depth come from."""
+
+    def __init__(self, root: int, length: int, limit: int, eos_ids: frozenset[int]):
+        self.tokens, self.rounds, self.limit, self.eos_ids = [root], 0, limit, eos_ids
+        self.accepted_per_round: list[int] = []
+        self.trials, self.survivals = [0] * length, [0] * length
+        self.updates: list[Update] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.tokens[-1] in self.eos_ids or len(self.tokens) >= self.limit
+
+    def keep(self, verdict: Verdict) -> list[int]:
+        """Add a round's tokens up to the end token or the limit; A stops there too."""
+        kept = verdict.tokens[: self.limit - len(self.tokens)]
+        end = next((i for i, token in enumerate(kept) if token in self.eos_ids), len(kept) - 1)
+        kept = kept[: end + 1]
+        accepted = min(verdict.accepted, len(kept))
+        rejected = (
+            len(kept) > verdict.accepted
+        )  # the target's own token stands: the draft's was tested and failed
+        for depth in range(min(accepted + rejected, len(self.trials))):
+            self.trials[depth] += 1
+            self.survivals[depth] += depth < accepted
+        self.tokens += kept
+        self.accepted_per_round.append(accepted)
+        self.rounds += 1
+        return kept
+
+    def response(self, seconds: dict[str, float], max_new_tokens: int) -> Response:
+        accepted = sum(self.accepted_per_round)
+        short = "limit" if self.limit == max_new_tokens else "context"
+        return Response(
+            tokens=self.tokens,
+            ended="eos" if self.tokens[-1] in self.eos_ids else short,
+            rounds=self.rounds,
+            accepted=accepted,
+            cut=1 + accepted + self.rounds - len(self.tokens),
+            accepted_per_round=self.accepted_per_round,
+            trials=self.trials,
+            survivals=self.survivals,
+            updates=self.updates,
+            seconds=seconds,
+        )
+
+
+def respond(
+    target: Target,
+    draft: Draft,
+    adapter: InnerAdapter,
+    prompt: Sequence[int],
+    spec: ChainSpec,
+    key: int,
+    meter: Meter,
+) -> Response:
+    """Answer ``prompt`` [L] token by token as the target alone would, whatever draft and adapter do.
+
+    Args:
+        key: of the sampling noise; see ``verify.noise_key``.
+    """
+    sampling = spec.sampling(key)
+    meter.start()
+    adapter.begin_response()
+    with meter.phase("prefill"):
+        capacity = spec.capacity(len(prompt), target.context)
+        target.begin(capacity, spec.width, spec.prefill_chunk)
+        draft.begin(capacity)
+        seen = target.prefill(prompt)
+        root = choose(seen.logits, sampling, len(prompt))
+        slots = draft.extend(seen.taps, torch.cat((root.new_tensor(prompt[1:]), root)))
+    limit = min(spec.max_new_tokens, target.context - len(prompt))
+    tally = _Tally(int(root), spec.chain_length, limit, target.eos_ids)
+    with meter.phase("observe"):
+        hidden = seen.hidden[1:]
+        adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[rows])))
+    while not tally.ended:
+        with meter.phase("update"):
+            if update := adapter.maybe_update(tally.rounds):
+                tally.updates.append(update)
+        with meter.phase("propose"):
+            drafted = draft.propose(spec.chain_length).tokens
+        with meter.phase("verify"):
+            passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)))
+            position = len(prompt) + len(tally.tokens)
+            kept = tally.keep(verify_chain(passed.logits, drafted, sampling, position))
+            target.commit(len(kept))
+        with meter.phase("propose"):
+            last, slots = slots[-1:], draft.extend(passed.taps[: len(kept)], drafted.new_tensor(kept))
+        with meter.phase("observe"):
+            features = torch.cat((last, slots[:-1]))
+            adapter.observe(Evidence("response", features, passed.logits[: len(kept)].__getitem__))
+    adapter.end_response()
+    return tally.response(meter.stop(), spec.max_new_tokens)
+
+
+def audit(
+    target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int
+) -> list[int]:
+    """Check a response against the target alone, without any draft.
+
+    The target is fed the response itself, in passes of the served shapes, and must choose each of its
+    tokens at its prefix. By induction the response then equals what the target says token by token.
+
+    Returns:
+        indices into ``tokens`` at which the target chooses another token; empty when lossless.
+    """
+    sampling = spec.sampling(key)
+    target.begin(spec.capacity(len(prompt), target.context), spec.width, spec.prefill_chunk)
+    chosen = choose(target.prefill(prompt).logits, sampling, len(prompt)).tolist()
+    fed = torch.tensor(tokens[:-1], dtype=torch.long)
+    for start in range(0, len(fed), spec.width):
+        piece = fed[start : start + spec.width]
+        passed = target.verify(piece)
+        target.commit(len(piece))
+        chosen += choose(passed.logits[: len(piece)], sampling, len(prompt) + start + 1).tolist()
+    return [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]

@@ -1,0 +1,133 @@
+"""EAGLE-3 as a chain: one true slot per committed token, then its own output fed back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tracedraft.config import ASSETS
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Draft
+from tracedraft.models import eagle3, weights
+from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
+from tracedraft.target import DTYPES, LlamaTarget
+from tracedraft.types import OutputHead, Proposal
+
+
+class Eagle3Draft(Draft):
+    """Its KV cache keeps true slots only: rows that a chain writes are overwritten by the next true ones."""
+
+    def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
+        self.model, self.embedding = model, embedding
+        self.head = OutputHead(model.norm.weight.data, model.lm_head.weight.data, model.norm.eps, model.vocab)
+
+    def begin(self, capacity: int) -> None:
+        layer = self.model.config.layer
+        like = self.model.fc.weight
+        self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
+        frequencies = rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling)
+        self.rope = Rope(frequencies.to(like.device), capacity, like.dtype)
+        self.groups = layer.heads // layer.kv_heads
+        self.length = 0
+
+    @torch.inference_mode()
+    def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
+        features = self._slots(self.model.fuse(taps), tokens, self.length)
+        self.length += len(tokens)
+        self.last = features[-1:]
+        return features
+
+    @torch.inference_mode()
+    def propose(self, length: int) -> Proposal:
+        features, drafted = self.last, []
+        for depth in range(length):
+            if depth:
+                features = self._slots(features, drafted[-1], self.length + depth - 1)
+            drafted.append(self.head.vocab[self.head.logits(features).argmax(dim=1)])
+        return Proposal(tokens=torch.cat(drafted))
+
+    def _slots(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
+        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
+        layer = self.model.midlayer
+        stop = start + len(tokens)
+        rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+        keys, values = self.cache.keys[0][:, :, :stop], self.cache.values[0][:, :, :stop]
+        mask = causal_mask(start, len(tokens), stop, self.groups, features)
+        inputs = layer.attention_input(self.embedding[tokens], features)
+        attended = layer.self_attn(inputs[None], rope, keys, values, start, mask)
+        return layer.finish(features, attended[0])
+
+
+@dataclass(frozen=True)
+class Eagle3Spec:
+    """An EAGLE-3 checkpoint folder; a name without a slash ships with the package."""
+
+    name: str
+    path: str
+    dtype: str | None
+    cache: str
+
+    def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
+        """A fresh draft and its provenance.
+
+        Raises:
+            UserError: the checkpoint does not fit the target, saying in what.
+        """
+        folder = ASSETS / self.path if "/" not in self.path else Path(self.path)
+        if not folder.is_dir():
+            raise UserError(
+                f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train"
+            )
+        check_fit(eagle3.read_config(folder), target, folder)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        like = target.model.norm.weight
+        dtype = DTYPES[self.dtype] if self.dtype else like.dtype
+        model = eagle3.load(folder, dtype, like.device)
+        digest = weights.sha256_of(weights.weight_files(folder), Path(self.cache))
+        embedding = target.model.embed_tokens.weight.to(dtype)
+        return Eagle3Draft(model, embedding), {"origin": str(self.path), "sha256": digest}
+
+
+@dataclass(frozen=True)
+class LogitLensSpec:
+    """An untrained EAGLE-3 draft that reads the target's last tap through the target's own head."""
+
+    name: str
+    draft_vocab_size: int
+    seed: int
+
+    def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
+        model = lens(target, self.draft_vocab_size, self.seed)
+        embedding = target.model.embed_tokens.weight
+        return Eagle3Draft(model.to(embedding), embedding), {"origin": "untrained", "sha256": None}
+
+
+def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3:
+    config = target.model.config
+    shape = eagle3.Eagle3Config(config, draft_vocab_size, config.hidden_size, len(target.taps), fc_norm=False)
+    model = eagle3.Eagle3(shape)
+    model.set_vocab(torch.arange(draft_vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    eagle3.pass_through(
+        model, target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu(), generator
+    )
+    return model.requires_grad_(False).eval()
+
+
+def check_fit(config: eagle3.Eagle3Config, target: LlamaTarget, folder: Path) -> None:
+    """Raises UserError naming the first dimension in which draft and target differ."""
+    pairs = {
+        "hidden size": (config.target_hidden_size, target.hidden_size),
+        "embedding size": (config.layer.hidden_size, target.hidden_size),
+        "vocabulary": (config.layer.vocab_size, target.vocab_size),
+        "number of tapped layers": (config.taps, len(target.taps)),
+    }
+    for what, (draft, served) in pairs.items():
+        if draft != served:
+            raise UserError(
+                f"draft {folder} does not fit the target: its {what} is {draft}, the target's {served}"
+            )

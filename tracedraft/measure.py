@@ -1,0 +1,232 @@
+"""One run: a stream of conversations answered by a fixed and an adapted arm, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from tracedraft import chat, records
+from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.config import build_spec, fingerprint, plain
+from tracedraft.decode import ChainSpec, audit, respond
+from tracedraft.interfaces import Draft, InnerAdapter
+from tracedraft.meter import Meter
+from tracedraft.progress import Progress
+from tracedraft.target import Served
+from tracedraft.tracking import open_tracker, sigterm_as_exit
+from tracedraft.types import Conversation, Response
+from tracedraft.verify import noise_key
+
+GROUPS = ("target", "draft", "adapter", "workload", "decode")
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One (adapter, draft state) under measurement. Arms share the target and nothing else."""
+
+    name: str
+    draft: Draft
+    adapter: InnerAdapter
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What both arms run on."""
+
+    served: Served
+    decode: ChainSpec
+    seed: int
+    meter: Meter
+
+
+def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
+    """Run one configuration and leave its record in ``folder``.
+
+    Args:
+        sweep: name of the sweep that this run belongs to, which becomes its W&B group.
+
+    Returns:
+        the summary, as written.
+
+    Raises:
+        UserError: bad input; whatever was on disk stays as it was.
+    """
+    specs = {group: build_spec(cfg[group], group) for group in GROUPS}
+    records.refuse_existing(folder)
+    conversations, data = specs["workload"].load()
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    served = loaded(specs["target"])
+    arms, draft = build_arms(specs, served, cfg.seed)
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device))
+    check_cache(bench, conversations)
+    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed}), "data": data}
+    names = {group: specs[group].name for group in GROUPS}
+    origin = {**records.provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    with records.RunDir.create(folder, {str(k): v for k, v in config.items()}) as run, sigterm_as_exit():
+        tracker = open_tracker(
+            **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
+            group=cfg.wandb.group or sweep or "single",
+            job_type=names["adapter"],
+            config={**plain(specs), "seed": cfg.seed, **identity},
+            run_dir=folder,
+            run_id=f"{identity['fingerprint']}-{uuid.uuid4().hex[:8]}",
+        )
+        summary, code = {}, 1
+        try:
+            done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
+            summary = {**names, **records.summarise(done), "provenance": origin}
+            run.write_summary({**summary, "wandb_error": tracker.error})
+            code = 0
+        finally:
+            tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
+    return summary
+
+
+_LOADED: dict[str, Served] = {}
+
+
+def loaded(spec: Any) -> Served:
+    """The built target, kept for the next run of a sweep: loading one costs more than many a run."""
+    key = json.dumps(plain(spec), sort_keys=True)
+    if key not in _LOADED:
+        _LOADED.clear()
+        _LOADED[key] = spec.build()
+    return _LOADED[key]
+
+
+def build_arms(specs: dict[str, Any], served: Served, seed: int) -> tuple[list[Arm], dict[str, str | None]]:
+    arms, origin = [], {}
+    for name, adapter in (("fixed", FixedSpec("fixed")), ("adapted", specs["adapter"])):
+        draft, origin = specs["draft"].build(served.target)
+        arms.append(Arm(name, draft, adapter.build(draft.head, seed)))
+    return arms, origin
+
+
+def check_cache(bench: Bench, conversations: list[Conversation]) -> None:
+    """Raises UserError when the longest conversation's KV cache cannot fit into memory."""
+    target, tokenizer = bench.served.target, bench.served.tokenizer
+    longest = 0
+    for conversation in conversations:
+        prompt = len(tokenizer("\n".join(conversation.turns), add_special_tokens=False)["input_ids"])
+        longest = max(longest, prompt + (len(conversation.turns) - 1) * bench.decode.max_new_tokens)
+    target.check_memory(bench.decode.capacity(min(longest, target.context), target.context))
+
+
+def stream(
+    bench: Bench,
+    arms: list[Arm],
+    conversations: list[Conversation],
+    progress: Progress,
+    run: records.RunDir,
+    mirror: Callable[[dict[str, Any], int], None],
+) -> list[dict[str, Any]]:
+    """Serve the conversations in order; each record is on disk before it is mirrored."""
+    done = []
+    warm_up(bench, arms, conversations[0])
+    with progress:
+        for index, conversation in enumerate(conversations):
+            record = converse(bench, arms, conversation, index, progress.response)
+            run.append(record)
+            done.append(record)
+            mirror(mirror_row(records.summarise([record])), index)
+            progress.conversation(record)
+    return done
+
+
+def warm_up(bench: Bench, arms: list[Arm], conversation: Conversation) -> None:
+    """A short untimed answer by each draft, or the first arm would pay for what both need."""
+    prompt = chat.encode(bench.served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
+    spec = dataclasses.replace(bench.decode, max_new_tokens=min(WARM_UP_TOKENS, bench.decode.max_new_tokens))
+    if len(prompt) < bench.served.target.context:
+        for arm in arms:
+            respond(
+                bench.served.target,
+                arm.draft,
+                FixedSpec("fixed").build(None, 0),
+                prompt,
+                spec,
+                0,
+                bench.meter,
+            )
+
+
+def converse(
+    bench: Bench,
+    arms: list[Arm],
+    conversation: Conversation,
+    index: int,
+    report: Callable[[str, Response], None],
+) -> dict[str, Any]:
+    """Answer every turn with both arms, the fixed one first on even conversations, and audit the answers."""
+    target, tokenizer = bench.served.target, bench.served.tokenizer
+    order = arms if index % 2 == 0 else arms[::-1]
+    record: dict[str, Any] = {
+        "index": index,
+        "id": conversation.id,
+        "domain": conversation.domain,
+        "occurrence": conversation.occurrence,
+        "order": [arm.name for arm in order],
+        "refused": None,
+        "turns": [],
+    }
+    for arm in arms:
+        arm.adapter.begin_conversation()
+    history = []
+    for turn, question in enumerate(conversation.turns):
+        history.append({"role": "user", "content": question})
+        prompt = chat.encode(tokenizer, history)
+        if len(prompt) >= target.context:
+            record["refused"] = {"turn": turn, "tokens": len(prompt), "context": target.context}
+            break
+        key = noise_key(bench.seed, conversation, turn)
+        answers = {}
+        for arm in order:
+            answer = respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+            answers[arm.name] = answer
+            report(arm.name, answer)
+        record["turns"].append(turn_record(bench, turn, prompt, answers, key))
+        history.append({"role": "assistant", "content": record["turns"][-1]["text"]})
+    return record
+
+
+def turn_record(
+    bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int
+) -> dict[str, Any]:
+    """Counts of both arms, and the audit of each distinct response against the target alone."""
+    distinct = {tuple(answer.tokens) for answer in answers.values()}
+    wrong = [audit(bench.served.target, prompt, tokens, bench.decode, key) for tokens in sorted(distinct)]
+    adapted = answers["adapted"]
+    return {
+        "turn": turn,
+        "prompt_tokens": len(prompt),
+        "text": chat.decode(bench.served.tokenizer, answers["fixed"].tokens),
+        "lossless": {"audited": sum(map(len, distinct)), "mismatches": sum(map(len, wrong))},
+        "not_updated": None
+        if adapted.updates
+        else f"ended after {adapted.rounds} rounds without an update due",
+        "arms": {name: dataclasses.asdict(answer) for name, answer in answers.items()},
+    }
+
+
+def mirror_row(summary: dict[str, Any]) -> dict[str, Any]:
+    """What W&B shows over the stream: this conversation's numbers, the fixed arm's beside them."""
+    names = ("tau", "tokens_per_s", "rounds", "accepted", "tokens")
+    row = {name: summary[name] for name in names} | {
+        f"fixed.{name}": summary["fixed"][name] for name in names
+    }
+    depths = {f"acceptance.{d}": share for d, share in enumerate(summary["acceptance_by_depth"] or [], 1)}
+    updates = {f"updates.{name}": summary["updates"][name] for name in ("attempted", "committed")}
+    row |= depths | updates | {"speedup": summary["speedup"], "mismatches": summary["mismatches"]}
+    return {name: value for name, value in row.items() if value is not None}

@@ -1,0 +1,205 @@
+"""A lean decoder of the Llama family: RMSNorm, rotary grouped-query attention, SwiGLU.
+
+Used by the target and, block by block, by drafts. Shapes: ``B`` batch, ``T`` tokens of a pass, ``S`` cache
+capacity, ``G`` query heads per key/value head, ``E`` head dimension; others as in ``tracedraft.types``.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    tied: bool
+    context: int
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
+    """Inverse frequencies [E/2] in fp32; ``scaling`` of type "llama3" stretches the long wavelengths.
+
+    Source: Llama 3.1's published ``rope_scaling`` rule.
+    """
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inverse / (2 * torch.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * inverse + (1 - keep) * inverse / scaling["factor"]
+
+
+class Rope:
+    """Cosines and sines [S, E] of every position, as the model's dtype."""
+
+    def __init__(self, frequencies: Tensor, capacity: int, dtype: torch.dtype):
+        angles = torch.arange(capacity, device=frequencies.device)[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions], self.sin[positions]
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embeddings, half-split layout, to x [B, heads, T, E]."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class KVCache:
+    """Static keys and values [B, kv_heads, S, E] of each layer.
+
+    Zero-filled, since masked rows still enter the attention product, where a NaN would survive the mask.
+    """
+
+    def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, like: Tensor):
+        shape = (batch, kv_heads, capacity, head_dim)
+        self.capacity = capacity
+        self.keys = [like.new_zeros(shape) for _ in range(layers)]
+        self.values = [like.new_zeros(shape) for _ in range(layers)]
+
+    def upto(self, rows: int) -> KVCache:
+        """The same memory, seen up to ``rows``: for passes that need not round alike, as training's."""
+        seen = copy(self)
+        seen.capacity = min(rows, self.capacity)
+        seen.keys = [keys[:, :, : seen.capacity] for keys in self.keys]
+        seen.values = [values[:, :, : seen.capacity] for values in self.values]
+        return seen
+
+    @staticmethod
+    def bytes_per_row(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        return 2 * layers * kv_heads * head_dim * itemsize
+
+
+def causal_mask(start: int, width: int, capacity: int, groups: int, like: Tensor) -> Tensor:
+    """Additive mask [G*width, S]: token t of the pass sees cache rows 0 … start + t."""
+    rows = torch.arange(start, start + width, device=like.device)
+    hidden = torch.arange(capacity, device=like.device) > rows[:, None]
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # training runs fp32 gains on bf16 activations, which the fused kernel refuses
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, input_size: int, config: DecoderConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(input_size, rows, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, heads, T, E] and keys, and values, [B, kv_heads, T, E], of x [B, T, in]."""
+        mixed = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = mixed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return rotate(q, rope), rotate(k, rope), v
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention output [B, T, hidden] of q over keys and values [B, kv_heads, S, E].
+
+        The G query heads that share a key head are folded into its rows, which spares copying the cache.
+        """
+        batch, _, width, _ = q.shape
+        folded = q.reshape(batch, self.kv_heads, -1, self.head_dim)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        out = out.view(batch, self.heads, width, self.head_dim).transpose(1, 2)
+        return self.o_proj(out.reshape(batch, width, -1))
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, start: int, mask: Tensor
+    ) -> Tensor:
+        """Write the pass into cache rows start … start+T and attend over the whole (masked) cache."""
+        q, k, v = self.project(x, rope)
+        keys[:, :, start : start + k.shape[2]] = k
+        values[:, :, start : start + v.shape[2]] = v
+        return self.attend(q, keys, values, mask)
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.eps)
+        self.self_attn = Attention(config.hidden_size, config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, *attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model. ``forward`` also hands out the residual stream at the input of tapped layers."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        c = self.config
+        return KVCache(c.layers, batch, c.kv_heads, capacity, c.head_dim, self.norm.weight)
+
+    def rope(self, capacity: int) -> Rope:
+        c = self.config
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        return Rope(frequencies.to(self.norm.weight.device), capacity, self.norm.weight.dtype)
+
+    def forward(
+        self, tokens: Tensor, start: int, cache: KVCache, rope: Rope, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens [B, T] at positions start … start+T-1, writing their cache rows.
+
+        Returns:
+            hidden [B, T, H] after the final norm; taps [B, T, taps*H], low layer first.
+        """
+        x = self.embed_tokens(tokens)
+        width = tokens.shape[1]
+        at = rope.cos[start : start + width], rope.sin[start : start + width]
+        mask = causal_mask(start, width, cache.capacity, self.config.heads // self.config.kv_heads, x)
+        tapped = []
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x)
+            x = layer(x, at, cache.keys[i], cache.values[i], start, mask)
+        return self.norm(x), torch.cat(tapped, dim=-1) if tapped else x[..., :0]

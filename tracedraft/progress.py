@@ -1,0 +1,76 @@
+"""What a run shows while it runs: conversation, tokens/s and accepted length so far, speedup so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from tracedraft.records import summarise
+from tracedraft.types import Response
+
+
+class Progress:
+    """A live bar on a terminal, one line a conversation elsewhere; on stderr, since tables go to stdout."""
+
+    def __init__(self, conversations: int, names: dict[str, str]):
+        self.console = Console(stderr=True)
+        self.live = self.console.is_terminal
+        self.total, self.records, self.label = conversations, [], f"{names['workload']} {names['adapter']}"
+        self.serving = ""
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            disable=not self.live,
+        )
+        self.task = self.bar.add_task(self.label, total=conversations, numbers="")
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def response(self, arm: str, response: Response) -> None:
+        """After each answered turn of an arm."""
+        seconds = sum(response.seconds.values())
+        self.serving = f"{arm}: {len(response.tokens) / seconds:.1f} tok/s"
+        self.bar.update(self.task, numbers=f"{self.numbers()}  {self.serving}")
+
+    def conversation(self, record: dict[str, Any]) -> None:
+        """After each conversation, with the record that was just written."""
+        self.records.append(record)
+        self.bar.update(self.task, advance=1, numbers=self.numbers())
+        if record["refused"]:
+            refused = record["refused"]
+            self.console.print(
+                f"refused {record['id']}: turn {refused['turn']} has {refused['tokens']} tokens, "
+                f"the context is {refused['context']}",
+                highlight=False,
+            )
+        if not self.live:
+            self.console.print(
+                f"{self.label} {len(self.records)}/{self.total} {self.numbers()}", highlight=False
+            )
+
+    def numbers(self) -> str:
+        """Sums over the conversations so far."""
+        if not self.records:
+            return ""
+        so_far = summarise(self.records)
+
+        def text(value: float | None, digits: int) -> str:
+            return "—" if value is None else f"{value:.{digits}f}"
+
+        return (
+            f"tau {text(so_far['fixed']['tau'], 2)} → {text(so_far['tau'], 2)}  "
+            f"tok/s {text(so_far['fixed']['tokens_per_s'], 1)} → {text(so_far['tokens_per_s'], 1)}  "
+            f"speedup {text(so_far['speedup'], 3)}"
+        )

@@ -1,0 +1,160 @@
+"""Tables of finished runs, for the terminal and as Markdown. Reads summaries only: cheap to import."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from tracedraft.errors import UserError
+from tracedraft.records import SUMMARY, read_summary, write_atomic
+
+MISSING = "—"
+
+
+def row(summary: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of one table row, from a run's summary. What the summary lacks is None."""
+    fixed = summary.get("fixed") or {}
+    updates = summary.get("updates") or {}
+    names = ("workload", "adapter", "draft", "target", "conversations", "tokens", "speedup", "lossless")
+    numbers = ("tau", "tokens_per_s")
+    return (
+        {name: summary.get(name) for name in names}
+        | {name: summary.get(name) for name in numbers}
+        | {f"fixed_{name}": fixed.get(name) for name in numbers}
+        | {"committed": updates.get("committed"), "attempted": updates.get("attempted")}
+    )
+
+
+def result_table(rows: list[dict[str, Any]]) -> Table:
+    """A table of ``row`` values. Names may fold on a narrow terminal, numbers never; print it by ``show``."""
+    table = Table()
+    for (title, _), texts in zip(_COLUMNS, zip(*_cells(rows), strict=True), strict=True):
+        if title in _NAMES:
+            table.add_column(title, overflow="fold", min_width=len(title))
+        else:
+            width = max(map(len, texts))
+            table.add_column(title, justify="right", no_wrap=True, min_width=width)
+    for cells in _cells(rows)[1:]:
+        # As Text, since brackets in a plain string would be read as markup.
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def result_markdown(rows: list[dict[str, Any]]) -> str:
+    """The same table in GitHub Markdown, ending in a newline."""
+    header, *body = [[cell.replace("|", "\\|") for cell in cells] for cells in _cells(rows)]
+    rule = ["---" if title in _NAMES else "---:" for title, _ in _COLUMNS]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, rule, *body])
+
+
+def show(table: Table, file: TextIO | None = None, width: int | None = None) -> None:
+    """Print a table with every number whole, whatever the terminal.
+
+    Args:
+        file: where to; None: stdout.
+        width: columns to fit into; None: those of the terminal, or any number where there is none. A table
+            whose numbers need more runs over it.
+    """
+    out = sys.stdout if file is None else file
+    console = Console(file=out, width=width)
+    borders = 3 * len(table.columns) + 1
+    needed = borders + sum(column.min_width or 0 for column in table.columns)
+    if width is None and not console.is_terminal:
+        needed = max(needed, Measurement.get(console, console.options.update(width=10_000), table).maximum)
+    console.width = max(console.width, needed)
+    with console.capture() as capture:
+        console.print(table)
+    _write(capture.get(), out)
+
+
+class SweepTable(Callback):
+    """Hydra callback: one table of all runs at the end of a sweep, printed and kept as ``table.md``.
+
+    A run without a readable summary is listed as failed.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Hydra leaves on_multirun_end out when a job has failed, which is when the list of failures matters.
+        atexit.register(self.on_multirun_end, config)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        atexit.unregister(self.on_multirun_end)
+        sweep = Path(config.hydra.sweep.dir)
+        if not sweep.is_dir():
+            return
+        rows, failed = read_sweep(sweep)
+        if rows:
+            show(result_table(rows))
+        for name, reason in failed:
+            _write(f"failed: {name} ({reason})\n", sys.stdout)
+        text = result_markdown(rows)
+        if failed:
+            text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
+        write_atomic(sweep / "table.md", text)
+
+
+def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """The rows of a sweep folder in natural order of its runs, and (name, reason) of the failed ones."""
+    rows, failed = [], []
+    runs = [path for path in sweep.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for run in sorted(runs, key=lambda path: _natural(path.name)):
+        if not (run / SUMMARY).exists():
+            failed.append((run.name, f"no {SUMMARY}"))
+            continue
+        try:
+            rows.append(row(read_summary(run)))
+        except UserError as error:
+            failed.append((run.name, str(error)))
+    return rows, failed
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _write(text: str, file: TextIO) -> None:
+    # A terminal without these signs must not end a run with an error.
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    file.write(text.encode(encoding, "replace").decode(encoding))
+    file.flush()
+
+
+def _text(value: Any) -> str:
+    return MISSING if value is None else str(value)
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return MISSING if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _both_arms(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
+    return lambda r: f"{_number(r[f'fixed_{name}'], digits)} → {_number(r[name], digits)}"
+
+
+_NAMES = ("workload", "adapter")
+_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("workload", lambda r: _text(r["workload"])),
+    ("adapter", lambda r: _text(r["adapter"])),
+    ("conv.", lambda r: _text(r["conversations"])),
+    ("tokens", lambda r: _text(r["tokens"])),
+    ("fixed → tau", _both_arms("tau", 3)),
+    ("fixed → tok/s", _both_arms("tokens_per_s", 1)),
+    ("speedup", lambda r: _number(r["speedup"], 3, "×")),  # noqa: RUF001
+    ("updates", lambda r: f"{_text(r['committed'])}/{_text(r['attempted'])}"),
+    ("lossless", lambda r: {None: MISSING, True: "✓", False: "✗"}[r["lossless"]]),
+)
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    return [[title for title, _ in _COLUMNS], *([cell(r) for _, cell in _COLUMNS] for r in rows)]

