@@ -61,9 +61,7 @@ def make_head(dtype: torch.dtype = torch.float32, seed: int = 0) -> OutputHead:
     )
 
 
-def evidence(
-    n: int, head: OutputHead, source: str = "response", seed: int = 1, spread: float = 1.0
-) -> Evidence:
+def evidence(n: int, head: OutputHead, source: str = "response", seed: int = 1, spread: float = 1.0) -> Evidence:
     """Random positions whose teacher's first choice is always a draft token."""
     g = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(n, V, generator=g)

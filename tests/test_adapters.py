@@ -225,9 +225,7 @@ def test_positions_outside_the_draft_vocabulary_carry_no_loss():
     weight = head.weight.clone()
     head = make_head()
     keep = torch.tensor([0, 1, 2, 6, 7, 8, 9])
-    alone = serve(
-        make(head), Evidence("response", piece.features[keep], lambda rows: piece.teacher(keep[rows]))
-    )
+    alone = serve(make(head), Evidence("response", piece.features[keep], lambda rows: piece.teacher(keep[rows])))
     assert mixed.positions == alone.positions == {"response": 7}
     assert (mixed.loss, mixed.grad_norm) == (alone.loss, alone.grad_norm)
     assert torch.equal(weight, head.weight)

@@ -32,7 +32,8 @@ def test_gradient_equals_autograd(dtype, temperature):
     expected.backward()
 
     adapter = make(head, temperature=temperature)
-    loss, gradients = adapter._gradients(Batch(Rows(features, p, negentropy(p)), c))
+    batch = Batch(Rows(features, p, negentropy(p)), c)
+    loss, gradients = adapter._gradients(batch, head.norm.float(), head.weight.float())
     # Both sides are fp32 (the masters are, whatever the head's dtype) with sums of at most 24 terms of
     # order 1: a few units of 1e-7 each.
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -138,8 +139,6 @@ def test_kl_gradient_is_zero_at_the_teacher():
     features = torch.randn(5, H, generator=g)
     p = head.logits(features).softmax(-1)
     rows = Rows(features, p, negentropy(p))
-    loss, residual, _, _ = kl_gradient(
-        Batch(rows, torch.full((5,), 0.2)), head.norm, head.weight, head.eps, 1.0
-    )
+    loss, residual, _, _ = kl_gradient(Batch(rows, torch.full((5,), 0.2)), head.norm, head.weight, head.eps, 1.0)
     assert abs(loss) < 1e-6  # differences of fp32 sums of order 3
     assert residual.abs().max() < 1e-6

@@ -163,9 +163,7 @@ def test_hydra_prints_the_table_once_even_when_a_job_fails(tmp_path, fail):
 
 
 def test_import_is_cheap():
-    code = (
-        "import sys, tracedraft.report; sys.exit(bool({'torch', 'wandb', 'transformers'} & set(sys.modules)))"
-    )
+    code = "import sys, tracedraft.report; sys.exit(bool({'torch', 'wandb', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

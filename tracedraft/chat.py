@@ -17,9 +17,7 @@ def encode(tokenizer: Any, history: Sequence[dict[str, str]]) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(list(history), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise whatever their author chose
-        raise UserError(
-            f"the chat template refuses the conversation: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"the chat template refuses the conversation: {str(error).splitlines()[0]}") from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -64,8 +64,10 @@ def run(cfg: DictConfig) -> float | None:
     try:
         summary = measure(cfg, folder, Path(context.sweep.dir).name if swept else None)
     except UserError as error:
-        if swept:  # the sweep goes on, and Hydra keeps the message to its end
-            print(f"failed: {folder.name}: {error}", file=sys.stderr)
+        if not swept:
+            _leave(error)
+        # The sweep goes on, and Hydra keeps the message to its end.
+        print(f"failed: {folder.name}: {error}", file=sys.stderr)
         raise OneLine(f"error: {error}") from None
     if not swept:
         show(result_table([row(summary)]))
@@ -94,4 +96,10 @@ def _plainly(action: Any) -> None:
     try:
         action()
     except UserError as error:
-        raise OneLine(f"error: {error}") from None
+        _leave(error)
+
+
+def _leave(error: UserError) -> NoReturn:
+    """An exception would have Hydra wrap the one line into three more."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)

@@ -74,9 +74,7 @@ class _Tally:
         end = next((i for i, token in enumerate(kept) if token in self.eos_ids), len(kept) - 1)
         kept = kept[: end + 1]
         accepted = min(verdict.accepted, len(kept))
-        rejected = (
-            len(kept) > verdict.accepted
-        )  # the target's own token stands: the draft's was tested and failed
+        rejected = len(kept) > verdict.accepted  # the target's own token stands: the draft's was tested and failed
         for depth in range(min(accepted + rejected, len(self.trials))):
             self.trials[depth] += 1
             self.survivals[depth] += depth < accepted
@@ -151,9 +149,7 @@ def respond(
     return tally.response(meter.stop(), spec.max_new_tokens)
 
 
-def audit(
-    target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int
-) -> list[int]:
+def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int) -> list[int]:
     """Check a response against the target alone, without any draft.
 
     The target is fed the response itself, in passes of the served shapes, and must choose each of its

@@ -49,9 +49,12 @@ class Target(ABC):
 
 
 class Draft(ABC):
-    """The small model that proposes. ``head`` is None for drafts without an adaptable output head."""
+    """The small model that proposes."""
 
-    head: OutputHead | None
+    @property
+    @abstractmethod
+    def head(self) -> OutputHead | None:
+        """What inner adapters train; None for a draft without an output head of its own."""
 
     @abstractmethod
     def begin(self, capacity: int) -> None:

@@ -17,11 +17,12 @@ from tracedraft import chat, records
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
 from tracedraft.decode import ChainSpec, audit, respond
+from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
 from tracedraft.progress import Progress
 from tracedraft.target import Served
-from tracedraft.tracking import open_tracker, sigterm_as_exit
+from tracedraft.tracking import MODES, open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
@@ -60,6 +61,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     Raises:
         UserError: bad input; whatever was on disk stays as it was.
     """
+    check_settings(cfg)
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     records.refuse_existing(folder)
     conversations, data = specs["workload"].load()
@@ -92,6 +94,19 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
     return summary
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
+    seed, threads, mode = cfg.seed, cfg.threads, cfg.wandb.mode
+    rules = (
+        ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
+        ("threads", threads, threads is None or (type(threads) is int and threads > 0), "1 or more, or null for all"),
+        ("wandb.mode", mode, mode in MODES, f"one of {', '.join(MODES)}"),
+    )
+    for key, value, works, want in rules:
+        if not works:
+            raise UserError(f"{key}={value!r}: expected {want}")
 
 
 _LOADED: dict[str, Served] = {}
@@ -201,9 +216,7 @@ def converse(
     return record
 
 
-def turn_record(
-    bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int
-) -> dict[str, Any]:
+def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:
     """Counts of both arms, and the audit of each distinct response against the target alone."""
     distinct = {tuple(answer.tokens) for answer in answers.values()}
     wrong = [audit(bench.served.target, prompt, tokens, bench.decode, key) for tokens in sorted(distinct)]
@@ -213,9 +226,7 @@ def turn_record(
         "prompt_tokens": len(prompt),
         "text": chat.decode(bench.served.tokenizer, answers["fixed"].tokens),
         "lossless": {"audited": sum(map(len, distinct)), "mismatches": sum(map(len, wrong))},
-        "not_updated": None
-        if adapted.updates
-        else f"ended after {adapted.rounds} rounds without an update due",
+        "not_updated": None if adapted.updates else f"ended after {adapted.rounds} rounds without an update due",
         "arms": {name: dataclasses.asdict(answer) for name, answer in answers.items()},
     }
 
@@ -223,9 +234,7 @@ def turn_record(
 def mirror_row(summary: dict[str, Any]) -> dict[str, Any]:
     """What W&B shows over the stream: this conversation's numbers, the fixed arm's beside them."""
     names = ("tau", "tokens_per_s", "rounds", "accepted", "tokens")
-    row = {name: summary[name] for name in names} | {
-        f"fixed.{name}": summary["fixed"][name] for name in names
-    }
+    row = {name: summary[name] for name in names} | {f"fixed.{name}": summary["fixed"][name] for name in names}
     depths = {f"acceptance.{d}": share for d, share in enumerate(summary["acceptance_by_depth"] or [], 1)}
     updates = {f"updates.{name}": summary["updates"][name] for name in ("attempted", "committed")}
     row |= depths | updates | {"speedup": summary["speedup"], "mismatches": summary["mismatches"]}

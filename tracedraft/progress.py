@@ -56,9 +56,7 @@ class Progress:
                 highlight=False,
             )
         if not self.live:
-            self.console.print(
-                f"{self.label} {len(self.records)}/{self.total} {self.numbers()}", highlight=False
-            )
+            self.console.print(f"{self.label} {len(self.records)}/{self.total} {self.numbers()}", highlight=False)
 
     def numbers(self) -> str:
         """Sums over the conversations so far."""

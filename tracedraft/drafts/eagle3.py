@@ -22,7 +22,11 @@ class Eagle3Draft(Draft):
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
         self.model, self.embedding = model, embedding
-        self.head = OutputHead(model.norm.weight.data, model.lm_head.weight.data, model.norm.eps, model.vocab)
+        self._head = OutputHead(model.norm.weight.data, model.lm_head.weight.data, model.norm.eps, model.vocab)
+
+    @property
+    def head(self) -> OutputHead:
+        return self._head
 
     def begin(self, capacity: int) -> None:
         layer = self.model.config.layer
@@ -78,9 +82,7 @@ class Eagle3Spec:
         """
         folder = ASSETS / self.path if "/" not in self.path else Path(self.path)
         if not folder.is_dir():
-            raise UserError(
-                f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train"
-            )
+            raise UserError(f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train")
         check_fit(eagle3.read_config(folder), target, folder)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -128,6 +130,4 @@ def check_fit(config: eagle3.Eagle3Config, target: LlamaTarget, folder: Path) ->
     }
     for what, (draft, served) in pairs.items():
         if draft != served:
-            raise UserError(
-                f"draft {folder} does not fit the target: its {what} is {draft}, the target's {served}"
-            )
+            raise UserError(f"draft {folder} does not fit the target: its {what} is {draft}, the target's {served}")

@@ -53,6 +53,9 @@ class MidLayer(nn.Module):
 class Eagle3(nn.Module):
     """Parameters carry the published names; ``embed_tokens`` is the target's and is not saved."""
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.config = config
@@ -144,9 +147,7 @@ def load(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Eagle3
     weights.load_module(model, weights.fuse(state), folder)
     vocab = model.vocab
     if bool((vocab < 0).any()) or bool((vocab >= config.layer.vocab_size).any()):
-        raise UserError(
-            f"draft: {folder}: d2t maps outside the target vocabulary of {config.layer.vocab_size}"
-        )
+        raise UserError(f"draft: {folder}: d2t maps outside the target vocabulary of {config.layer.vocab_size}")
     return model.eval()
 
 

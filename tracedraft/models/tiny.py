@@ -69,6 +69,4 @@ class TinyTargetSpec:
         model.to(self.device, DTYPES[self.dtype]).requires_grad_(False).eval()
         eos = frozenset({tokenizer.eos_token_id})
         target = LlamaTarget(model, default_taps(config.layers), eos, self.context)
-        return Served(
-            target, tokenizer, {"origin": f"random, seed {self.seed}", "sha256": None, "revision": None}
-        )
+        return Served(target, tokenizer, {"origin": f"random, seed {self.seed}", "sha256": None, "revision": None})

@@ -176,9 +176,7 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
     with gguf.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != sha256:
-        raise UserError(
-            f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package"
-        )
+        raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
     folder = cache / "gguf" / sha256[:16]
     if not folder.is_dir():
         write_atomically(folder, lambda path: _convert_gguf(gguf, path))
@@ -186,15 +184,14 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     folder.mkdir()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    config = AutoConfig.from_pretrained(**source)
+    config = LlamaConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     with torch.device("meta"):
         names = LlamaForCausalLM(config)
     state = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=names)["tensors"]
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")

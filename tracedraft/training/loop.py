@@ -89,9 +89,7 @@ class Trainer:
 
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
         if len(files) < 2:
-            raise UserError(
-                "training needs at least two corpus shards, one of them held out: raise synthesis.tokens"
-            )
+            raise UserError("training needs at least two corpus shards, one of them held out: raise synthesis.tokens")
         self.target, self.spec = target, spec
         self.files, self.held_out = files[:-1], files[-1:]
         self.device = target.model.norm.weight.device
@@ -142,9 +140,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = weighted(
-                training_time_test(self.model, self.embedding, batch, self.spec.unroll), self.spec.decay
-            )
+            loss = weighted(training_time_test(self.model, self.embedding, batch, self.spec.unroll), self.spec.decay)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)

@@ -76,9 +76,7 @@ def synthesise(served: Served, spec: SynthesisSpec, folder: Path) -> Iterator[in
         for _ in range(spec.length):
             writer.step()
             yield spec.batch
-        write_atomically(
-            folder / f"shard-{index:04d}.safetensors", lambda path, w=writer: save_file(w.shard(), path)
-        )
+        write_atomically(folder / f"shard-{index:04d}.safetensors", lambda path, w=writer: save_file(w.shard(), path))
 
 
 def check_disk(served: Served, spec: SynthesisSpec, folder: Path, missing: int) -> None:
@@ -160,9 +158,7 @@ class _Writer:
         for kept, value in zip(self.kept.values(), row, strict=True):
             kept.append(value)
         written = self._draw(logits).tolist()
-        self.next = torch.tensor(
-            [self._follow(i, token) for i, token in enumerate(written)], device=self.device
-        )
+        self.next = torch.tensor([self._follow(i, token) for i, token in enumerate(written)], device=self.device)
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Questions are sampled; so are the answers of odd rows, while those of even rows are greedy."""

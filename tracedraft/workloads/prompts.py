@@ -112,8 +112,7 @@ class PromptsSpec(WorkloadSpec):
         if self.order == "shuffle":
             rows = sorted(rows, key=lambda row: _digest(f"order {self.seed} {row[0]}"))
         conversations = [
-            Conversation(id=id, turns=turns[: self.max_turns], domain=self.domain)
-            for id, turns in rows[: self.limit]
+            Conversation(id=id, turns=turns[: self.max_turns], domain=self.domain) for id, turns in rows[: self.limit]
         ]
         return conversations, provenance | {"note": self.note or None}
 

@@ -55,9 +55,7 @@ def read_file(path: Path, source: str) -> tuple[list[Row], Provenance]:
     return rows, _provenance(source, str(path), None, data)
 
 
-def read_wheel(
-    distribution: str, member: str, name: str, templates: Sequence[str]
-) -> tuple[list[Row], Provenance]:
+def read_wheel(distribution: str, member: str, name: str, templates: Sequence[str]) -> tuple[list[Row], Provenance]:
     """Rows of a JSONL file, gzipped or not, that an installed distribution carries.
 
     Raises:

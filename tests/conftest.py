@@ -1,0 +1,121 @@
+"""Golden models, tiny served targets, and slow plain references that several test files share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tracedraft.decode import ChainSpec
+from tracedraft.drafts.eagle3 import Eagle3Draft
+from tracedraft.meter import Meter
+from tracedraft.models import eagle3, weights
+from tracedraft.models.decoder import Decoder
+from tracedraft.models.tiny import TinyTargetSpec
+from tracedraft.target import LlamaTarget, Served, default_taps
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads() -> None:
+    """The models here are tiny: more threads than two cost time, as do two where the caller asked for one."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(CPU)
+
+
+@cache
+def golden_json(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+@cache
+def golden_tensors(name: str) -> dict[str, Tensor]:
+    """Inputs and expected outputs."""
+    return load_file(GOLDEN / f"{name}.expected.safetensors")
+
+
+def golden_folder(name: str, folder: Path) -> Path:
+    """A golden model as a checkpoint folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden_json(name)["config"]))
+    shutil.copy(GOLDEN / f"{name}.safetensors", folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_decoder(tmp_path_factory) -> Decoder:
+    folder = golden_folder("target_tiny", tmp_path_factory.mktemp("golden") / "target")
+    model = Decoder(weights.read_decoder_config(folder))
+    state = {name.removeprefix("model."): tensor for name, tensor in weights.tensors(folder)}
+    weights.load_module(model, weights.fuse(state), folder)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture
+def golden_target(golden_decoder) -> LlamaTarget:
+    return LlamaTarget(golden_decoder, default_taps(8), frozenset(), 512)
+
+
+@pytest.fixture
+def golden_draft(golden_decoder, tmp_path):
+    """``golden_draft(name)``: a fresh draft with the weights of eagle3_tiny or eagle3_e2e."""
+
+    def make(name: str) -> Eagle3Draft:
+        model = eagle3.load(golden_folder(name, tmp_path / name), torch.float32, "cpu")
+        return Eagle3Draft(model.requires_grad_(False), golden_decoder.embed_tokens.weight)
+
+    return make
+
+
+@cache
+def tiny(dtype: str, seed: int = 0) -> Served:
+    """``target=tiny``. Shared: a test that changes its end tokens or its context makes its own."""
+    return TinyTargetSpec("tiny", seed, "cpu", dtype, 1024, {}).build()
+
+
+def chain(**changes) -> ChainSpec:
+    base = {"chain_length": 5, "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    return ChainSpec("chain", **(base | {"prefill_chunk": 16, "cache_bucket": 64} | changes))
+
+
+def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Taps, hidden states and logits of every position, from one pass over all of them: no cache, no padding."""
+    model, size = target.model, len(tokens)
+    with torch.inference_mode():
+        ids = torch.tensor(tokens)[None]
+        hidden, taps = model(ids, 0, model.cache(1, size), model.rope(size), target.taps)
+        return taps[0], hidden[0], model.lm_head(hidden[0])
+
+
+def plain_greedy(target: LlamaTarget, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding that recomputes everything for each token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(recompute(target, tokens)[2][-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    """Chance of counts at least this far from their expectation; cells that expect under 5 are joined."""
+    expected = probabilities.double() * counts.sum()
+    assert bool((counts[expected == 0] == 0).all()), "an outcome of probability zero occurred"
+    small = expected < 5
+    observed = torch.cat((counts[~small].double(), counts[small].sum()[None].double()))
+    expected = torch.cat((expected[~small], expected[small].sum()[None]))
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected).square() / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))

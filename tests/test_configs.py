@@ -1,0 +1,226 @@
+"""Every YAML that ships: complete, composable, and of the identity it should have."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+import tracedraft.cli  # noqa: F401 - what entry points register is what users compose with
+from tracedraft.config import build_spec, fingerprint, plain, shipped_dir
+from tracedraft.errors import UserError
+from tracedraft.measure import GROUPS
+
+CONF = shipped_dir("conf")
+OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("TRACEDRAFT_DATA", "TRACEDRAFT_CACHE", "TRACEDRAFT_RUNS", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    GlobalHydra.instance().clear()
+
+
+def composed(*overrides: str, name: str = "config") -> DictConfig:
+    """A root config; keys that the user must set get a value."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(name, list(overrides))
+    for key, value in leaves(OmegaConf.to_container(cfg, resolve=False)).items():
+        if value == "???":
+            OmegaConf.update(cfg, key, "given/by/the/user")
+    return cfg
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def raw(path: Path) -> dict[str, Any]:
+    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def fields_of(target: str) -> set[str]:
+    module, _, name = target.rpartition(".")
+    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+
+
+def fixed_values(node: dict[str, Any]) -> dict[str, Any]:
+    """The values that a YAML states itself, without interpolations and what the user must set."""
+    return {key: value for key, value in node.items() if not any(mark in str(value) for mark in ("${", "???"))}
+
+
+def build_all(cfg: DictConfig) -> dict[str, Any]:
+    return {group: build_spec(cfg[group], group) for group in GROUPS}
+
+
+def identity(*overrides: str) -> str:
+    cfg = composed(*overrides)
+    return fingerprint({**build_all(cfg), "seed": cfg.seed})
+
+
+# --- options
+
+
+def test_every_group_has_options():
+    assert {group for group, _ in OPTIONS} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_lists_its_whole_spec_and_builds(group, option):
+    stated = raw(CONF / group / f"{option}.yaml")
+    assert stated["name"] == option
+    assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
+    spec = build_spec(composed(f"{group}={option}")[group], group)
+    built, expected = plain(spec), fixed_values(stated)
+    assert {key: built[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("key", ["synthesis", "training"])
+def test_training_lists_its_whole_specs_and_builds(key):
+    cfg, stated = composed(name="train"), raw(CONF / "train.yaml")[key]
+    assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
+    assert plain(build_spec(cfg[key], key)) == stated
+
+
+def test_training_composes_with_every_target_and_its_output_follows():
+    for target in (option for group, option in OPTIONS if group == "target"):
+        cfg = composed(f"target={target}", "paths.runs=some/runs", name="train")
+        build_spec(cfg.target, "target")
+        if "eagle3" in cfg.target.drafts:
+            build_spec(cfg.draft, "draft")
+        assert cfg.out == f"some/runs/train-{target}-eagle3"
+
+
+def test_paths_come_from_the_environment(monkeypatch):
+    for name in ("DATA", "CACHE", "RUNS"):
+        monkeypatch.setenv(f"TRACEDRAFT_{name}", f"/some/{name}")
+    cfg = composed("workload=gsm8k", "draft=eagle3")
+    assert OmegaConf.to_container(cfg.paths, resolve=True) == {
+        "data": "/some/DATA",
+        "cache": "/some/CACHE",
+        "runs": "/some/RUNS",
+    }
+    assert build_spec(cfg.workload, "workload").data == "/some/DATA"
+    assert build_spec(cfg.draft, "draft").cache == build_spec(cfg.target, "target").cache == "/some/CACHE"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+adapter.rate=1", "adapter.*rate"),
+        ("~adapter.lr", "adapter.*lr"),
+        ("adapter.lr=fast", "adapter.*lr.*fast"),
+        ("adapter.scope=forever", "adapter.*scope.*forever"),
+        ("adapter._target_=os.remove", "adapter._target_='os.remove'.*tracedraft"),
+        ("adapter._target_=tracedraft.adapters.trace.Nope", "adapter._target_.*Nope"),
+        ("decode.top_p=1.5", "decode.top_p=1.5"),
+        ("decode.max_new_tokens=0", "decode.max_new_tokens=0"),
+    ],
+)
+def test_a_bad_field_is_named_in_one_line(override, message):
+    cfg = composed(override)
+    with pytest.raises(UserError, match=message) as caught:
+        build_all(cfg)
+    assert "\n" not in str(caught.value)
+
+
+# --- experiments
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_composes_and_its_values_arrive(file):
+    stated = raw(file)
+    for part in ("defaults", "hydra"):
+        stated.pop(part, None)
+    cfg = composed(f"experiment={file.stem}")
+    for key, value in fixed_values(leaves(stated)).items():
+        arrived = OmegaConf.select(cfg, key)
+        arrived = OmegaConf.to_container(arrived) if OmegaConf.is_config(arrived) else arrived
+        assert arrived == value, key
+    build_all(cfg)
+    build_all(composed(f"experiment={file.stem}", *sweep(file)))
+
+
+def sweep(file: Path) -> list[str]:
+    """An experiment's own sweep, its last value of each key."""
+    params = OmegaConf.select(OmegaConf.load(file), "hydra.sweeper.params") or {}
+    return [f"{key}={str(values).split(',')[-1].strip()}" for key, values in params.items()]
+
+
+# --- identity
+
+BASE = ("target=smollm2-135m", "draft=eagle3", "workload=gsm8k")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "decode.temperature=0.7",
+        "decode.chain_length=4",
+        "workload.limit=5",
+        "workload.hub_revision=main",
+        "workload=math500",
+        "adapter.lr=0.031",
+        "adapter.clip=1.0",
+        "adapter=reset",
+        "draft=tiny",
+        "target.dtype=float32",
+        "target.seed=1",
+    ],
+)
+def test_identity_changes_with_what_can_change_a_result(override):
+    base = ("target=tiny", "draft=tiny", "workload=gsm8k") if override == "target.seed=1" else BASE
+    assert identity(*base, override) != identity(*base)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "wandb.mode=disabled",
+        "wandb.project=other",
+        "wandb.tags=[a]",
+        "paths.data=/elsewhere",
+        "paths.cache=/elsewhere",
+        "paths.runs=/elsewhere",
+        "threads=1",
+        "workload.note=other",
+    ],
+)
+def test_identity_ignores_what_cannot(override):
+    assert composed(*BASE, override) != composed(*BASE)
+    assert identity(*BASE, override) == identity(*BASE)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=0",
+        "adapter=persistent",
+        "adapter.lr=0.03",
+        "adapter.scope=stream",
+        "adapter.at_rounds=[]",
+        "decode.temperature=0",
+        "decode.top_p=1",
+        "workload.limit=null",
+        "target.context=null",
+    ],
+)
+def test_identity_ignores_that_a_default_is_written_out(override):
+    assert identity(*BASE, override) == identity(*BASE)
+
+
+def test_identity_is_the_same_in_every_process():
+    # Changes on purpose only: another value here means that every earlier record counts as another run.
+    assert fingerprint({"seed": 0}) == "bd0488843468e63c"
