@@ -94,7 +94,7 @@ def chain(**changes) -> ChainSpec:
 def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Taps, hidden states and logits of every position, from one pass over all of them: no cache, no padding."""
     model, size = target.model, len(tokens)
-    with torch.inference_mode():
+    with torch.no_grad():
         ids = torch.tensor(tokens)[None]
         hidden, taps = model(ids, 0, model.cache(1, size), model.rope(size), target.taps)
         return taps[0], hidden[0], model.lm_head(hidden[0])
@@ -116,6 +116,8 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     observed = torch.cat((counts[~small].double(), counts[small].sum()[None].double()))
     expected = torch.cat((expected[~small], expected[small].sum()[None]))
     observed, expected = observed[expected > 0], expected[expected > 0]
+    if len(expected) == 1:  # certain, and nothing else happened
+        return 1.0
     statistic = ((observed - expected).square() / expected).sum()
     freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

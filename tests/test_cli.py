@@ -165,6 +165,7 @@ def test_a_sweep_leaves_one_folder_a_run_and_a_table(tmp_path):
     assert code == 0, err
     names = ["0_sample_math_fixed", "1_sample_math_reset"]
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == names
+    assert out.count("lossless") == 1  # one table, at the end
     table = (sweep / "table.md").read_text()
     for name in names:
         summary = read_summary(sweep / name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def build_all(cfg: DictConfig) -> dict[str, Any]:
 
 def identity(*overrides: str) -> str:
     cfg = composed(*overrides)
-    return fingerprint({**build_all(cfg), "seed": cfg.seed})
+    return fingerprint({**build_all(cfg), "seed": cfg.seed}, {})
 
 
 # --- options
@@ -152,6 +153,23 @@ def test_every_experiment_composes_and_its_values_arrive(file):
     build_all(composed(f"experiment={file.stem}", *sweep(file)))
 
 
+def test_an_experiment_has_the_last_word_after_the_defaults_and_the_user_after_it(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = """\
+        # @package _global_
+        defaults: [{override /adapter: reset}]
+        seed: 7
+        threads: 1
+        adapter: {lr: 0.5}
+        decode: {temperature: 0.7}
+        wandb: {project: probe}
+    """
+    (tmp_path / "experiment" / "probe.yaml").write_text(textwrap.dedent(text))
+    cfg = composed("experiment=probe", "threads=2", f"hydra.searchpath=[file://{tmp_path}]")
+    assert (cfg.adapter.name, cfg.adapter.lr, cfg.decode.temperature) == ("reset", 0.5, 0.7)
+    assert (cfg.seed, cfg.wandb.project, cfg.threads) == (7, "probe", 2)
+
+
 def sweep(file: Path) -> list[str]:
     """An experiment's own sweep, its last value of each key."""
     params = OmegaConf.select(OmegaConf.load(file), "hydra.sweeper.params") or {}
@@ -223,4 +241,8 @@ def test_identity_ignores_that_a_default_is_written_out(override):
 
 def test_identity_is_the_same_in_every_process():
     # Changes on purpose only: another value here means that every earlier record counts as another run.
-    assert fingerprint({"seed": 0}) == "bd0488843468e63c"
+    assert fingerprint({"seed": 0}, {}) == "099bdef99a6ba670"
+
+
+def test_identity_follows_the_content_of_files():
+    assert fingerprint({}, {"draft": "a"}) != fingerprint({}, {"draft": "b"})

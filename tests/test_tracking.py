@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,10 @@ def tracker(tmp_path, mode="offline", run_id="run1", config=None):
 def read_wandb(run_dir: Path) -> list[dict]:
     """All records of the one .wandb file of a run directory, by the client's own reader."""
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    assert file.stat().st_size > 7  # more than the header
+    deadline = time.monotonic() + 10  # the client's service may still be writing when finish() returns
+    while file.stat().st_size <= 7 and time.monotonic() < deadline:  # 7 bytes are the bare header
+        time.sleep(0.01)
+    assert file.stat().st_size > 7
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [json.loads(line) for line in done.stdout.splitlines() if line]

@@ -52,7 +52,8 @@ def build_spec(node: DictConfig, key: str) -> Any:
         merged = OmegaConf.merge(OmegaConf.structured(cls), resolved)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        where = f"{key}.{error.full_key}" if getattr(error, "full_key", None) else key
+        full = str(getattr(error, "full_key", None) or key)
+        where = full if full == key or full.startswith(f"{key}.") else f"{key}.{full}"
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
@@ -70,12 +71,17 @@ def plain(value: Any) -> Any:
     return value
 
 
-# Keys that say where files lie, not what they hold: the content is in the provenance by its sha256.
-NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note"})
+# Keys that say where files lie, not what they hold; what they hold enters by its sha256.
+NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note", "path", "drafts"})
 
 
-def fingerprint(specs: dict[str, Any]) -> str:
-    """Identity of a run: a hash of its built specs less the keys that cannot change a result."""
+def fingerprint(specs: dict[str, Any], contents: dict[str, str | None]) -> str:
+    """Identity of a run: a hash of what can change a result.
+
+    Args:
+        specs: the built specs and the seed; keys that say where a file lies are left out.
+        contents: sha256 of each file that the specs name: weights of target and draft, prompts.
+    """
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -84,5 +90,5 @@ def fingerprint(specs: dict[str, Any]) -> str:
             return [strip(v) for v in value]
         return value
 
-    text = json.dumps(strip(plain(specs)), sort_keys=True, separators=(",", ":"))
+    text = json.dumps([strip(plain(specs)), contents], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class ChainSpec:
         for key in ("chain_length", "max_new_tokens", "prefill_chunk", "cache_bucket"):
             if getattr(self, key) < 1:
                 raise UserError(f"decode.{key}={getattr(self, key)}: expected at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"decode.temperature={self.temperature}: expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"decode.top_p={self.top_p}: expected a share in (0, 1]")

@@ -28,6 +28,7 @@ from tracedraft.verify import noise_key
 
 GROUPS = ("target", "draft", "adapter", "workload", "decode")
 WARM_UP_TOKENS = 24
+ALL_THREADS = torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     records.refuse_existing(folder)
     conversations, data = specs["workload"].load()
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
+    torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
     bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device))
     check_cache(bench, conversations)
-    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed}), "data": data}
+    contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
+    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
     origin = {**records.provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     config = OmegaConf.to_container(cfg, resolve=True)
@@ -98,11 +99,12 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
 
 def check_settings(cfg: DictConfig) -> None:
     """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
-    seed, threads, mode = cfg.seed, cfg.threads, cfg.wandb.mode
+    seed, threads, mode, tags = cfg.seed, cfg.threads, cfg.wandb.mode, cfg.wandb.tags
     rules = (
         ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
         ("threads", threads, threads is None or (type(threads) is int and threads > 0), "1 or more, or null for all"),
         ("wandb.mode", mode, mode in MODES, f"one of {', '.join(MODES)}"),
+        ("wandb.tags", tags, OmegaConf.is_list(tags), "a list, as [a,b]"),
     )
     for key, value, works, want in rules:
         if not works:

@@ -84,7 +84,11 @@ class SweepTable(Callback):
     A run without a readable summary is listed as failed.
     """
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make(Path(config.hydra.run.dir), "hydra.run.dir")
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
         # Hydra leaves on_multirun_end out when a job has failed, which is when the list of failures matters.
         atexit.register(self.on_multirun_end, config)
 
@@ -102,6 +106,15 @@ class SweepTable(Callback):
         if failed:
             text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
         write_atomic(sweep / "table.md", text)
+
+
+def _make(folder: Path, key: str) -> None:
+    """Hydra makes the folder before any code of ours runs, and meets a refusal with a traceback."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: {key}={folder} can't be made ({error.strerror}): choose another", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:

@@ -318,9 +318,7 @@ class TraceAdapter(InnerAdapter):
             trial.reason = "drift over cap"
         return trial
 
-    def _gradients(
-        self, batch: Batch, gain: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[float, dict[str, Factors]]:
+    def _gradients(self, batch: Batch, gain: torch.Tensor, weight: torch.Tensor) -> tuple[float, dict[str, Factors]]:
         """Loss and gradients at the gain [H] and head [D, H]."""
         loss, residual, normed, unit = kl_gradient(batch, gain, weight, self.head.eps, self.spec.temperature)
         gradients = {}

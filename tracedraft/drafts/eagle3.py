@@ -103,6 +103,8 @@ class LogitLensSpec:
     seed: int
 
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
+        if not 1 <= self.draft_vocab_size <= target.vocab_size:
+            raise UserError(f"draft.draft_vocab_size={self.draft_vocab_size}: expected 1 to {target.vocab_size}")
         model = lens(target, self.draft_vocab_size, self.seed)
         embedding = target.model.embed_tokens.weight
         return Eagle3Draft(model.to(embedding), embedding), {"origin": "untrained", "sha256": None}
