@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -55,55 +56,45 @@ def lens(target: LlamaTarget, size: int = 100) -> Draft:
     return LogitLensSpec("lens", size, 0).build(target)[0]
 
 
-class Recorder(Draft):
-    """A draft that notes what it proposed."""
+def proposals_of(draft: Draft) -> list[list[int]]:
+    """What ``draft`` proposes from now on."""
+    noted, propose = [], draft.propose
 
-    def __init__(self, inner: Draft):
-        self.inner, self.proposed = inner, []
+    def noting(length: int) -> Proposal:
+        proposal = propose(length)
+        noted.append(proposal.tokens.tolist())
+        return proposal
 
-    @property
-    def head(self):
-        return self.inner.head
-
-    def begin(self, capacity: int) -> None:
-        self.inner.begin(capacity)
-
-    def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        return self.inner.extend(taps, tokens)
-
-    def propose(self, length: int) -> Proposal:
-        self.proposed.append(self.inner.propose(length).tokens.tolist())
-        return Proposal(torch.tensor(self.proposed[-1]))
+    draft.propose = noting
+    return noted
 
 
-class Spy(InnerAdapter):
-    """Passes everything on, and notes the evidence and what ``look`` sees around updates that were committed."""
+def evidence_of(adapter: InnerAdapter) -> list[tuple[str, Tensor, Tensor]]:
+    """Source, features and every row's teacher of what ``adapter`` is given from now on."""
+    noted, observe = [], adapter.observe
 
-    def __init__(self, inner: InnerAdapter, look=lambda: None):
-        self.inner, self.look = inner, look
-        self.evidence: list[tuple[str, Tensor, Tensor]] = []
-        self.around: list[tuple] = []
-
-    def begin_conversation(self) -> None:
-        self.inner.begin_conversation()
-
-    def begin_response(self) -> None:
-        self.inner.begin_response()
-
-    def observe(self, evidence: Evidence) -> None:
+    def noting(evidence: Evidence) -> None:
         rows = torch.arange(len(evidence.features))
-        self.evidence.append((evidence.source, evidence.features.clone(), evidence.teacher(rows).clone()))
-        self.inner.observe(evidence)
+        noted.append((evidence.source, evidence.features.clone(), evidence.teacher(rows).clone()))
+        observe(evidence)
 
-    def maybe_update(self, round: int) -> Update | None:
-        before = self.look()
-        update = self.inner.maybe_update(round)
+    adapter.observe = noting
+    return noted
+
+
+def updates_of(adapter: InnerAdapter, look: Callable[[], dict[str, Tensor]]) -> list[tuple[dict, dict]]:
+    """What ``look`` sees before and after each update that ``adapter`` commits from now on."""
+    noted, maybe_update = [], adapter.maybe_update
+
+    def noting(round: int) -> Update | None:
+        before = look()
+        update = maybe_update(round)
         if update and update.committed:
-            self.around.append((before, self.look()))
+            noted.append((before, look()))
         return update
 
-    def end_response(self) -> None:
-        self.inner.end_response()
+    adapter.maybe_update = noting
+    return noted
 
 
 # Contract 1: lossless
@@ -161,10 +152,9 @@ def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, g
 # Ends and counts
 
 
-def slow_counts(proposed: list[list[int]], tokens: list[int], full: list[int]) -> dict:
+def slow_counts(proposed: list[list[int]], tokens: list[int], full: list[int], length: int) -> tuple:
     """What the counts must be, from the proposals, the response and the target's endless text."""
-    at, accepted, survivals = 1, [], [0] * len(proposed[0]) if proposed else []
-    trials = list(survivals)
+    at, accepted, trials, survivals = 1, [], [0] * length, [0] * length
     for drafted in proposed:
         kept = 0
         for depth, token in enumerate(drafted):
@@ -177,16 +167,13 @@ def slow_counts(proposed: list[list[int]], tokens: list[int], full: list[int]) -
             kept += 1
         accepted.append(kept)
         at += kept + 1
-    return {"accepted_per_round": accepted, "trials": trials, "survivals": survivals}
+    return accepted, trials, survivals
 
 
-def check_counts(made: Response, recorder: Recorder, full: list[int], length: int) -> None:
-    expected = slow_counts(recorder.proposed, made.tokens, full)
-    assert made.accepted_per_round == expected["accepted_per_round"]
-    if made.rounds:
-        assert (made.trials, made.survivals) == (expected["trials"], expected["survivals"])
-    assert len(made.trials) == len(made.survivals) == length
-    assert made.rounds == len(made.accepted_per_round) == len(recorder.proposed)
+def check_counts(made: Response, proposed: list[list[int]], full: list[int], length: int) -> None:
+    accepted, trials, survivals = slow_counts(proposed, made.tokens, full, length)
+    assert (made.accepted_per_round, made.trials, made.survivals) == (accepted, trials, survivals)
+    assert made.rounds == len(made.accepted_per_round) == len(proposed)
     assert made.accepted == sum(made.accepted_per_round) == sum(made.survivals)
     assert len(made.tokens) == 1 + made.accepted + made.rounds - made.cut
     assert made.cut in (0, 1)
@@ -196,11 +183,12 @@ def check_counts(made: Response, recorder: Recorder, full: list[int], length: in
 def test_every_limit_ends_exactly(golden_target, golden_draft, limit):
     """Limits fall on the first token, on accepted tokens, right before and right after the target's own."""
     case = golden_json("eagle3_e2e")["prompts"][1]
-    recorder = Recorder(golden_draft("eagle3_e2e"))
-    made = respond_with(golden_target, recorder, FIXED.build(None, 0), case["prompt"], max_new_tokens=limit)
+    draft = golden_draft("eagle3_e2e")
+    proposed = proposals_of(draft)
+    made = respond_with(golden_target, draft, FIXED.build(None, 0), case["prompt"], max_new_tokens=limit)
     assert made.tokens == case["hf_greedy"][:limit]
     assert made.ended == "limit"
-    check_counts(made, recorder, case["hf_greedy"], 5)
+    check_counts(made, proposed, case["hf_greedy"], 5)
 
 
 @pytest.mark.parametrize("at", range(24))
@@ -209,13 +197,14 @@ def test_every_end_token_ends_exactly(golden_target, golden_draft, at):
     case = golden_json("eagle3_e2e")["prompts"][1]
     full = case["hf_greedy"]
     golden_target.eos_ids = frozenset({full[at], 1000})
-    recorder = Recorder(golden_draft("eagle3_e2e"))
-    made = respond_with(golden_target, recorder, FIXED.build(None, 0), case["prompt"], max_new_tokens=60)
+    draft = golden_draft("eagle3_e2e")
+    proposed = proposals_of(draft)
+    made = respond_with(golden_target, draft, FIXED.build(None, 0), case["prompt"], max_new_tokens=60)
     first = full.index(full[at])
     assert made.tokens == full[: first + 1]
     assert made.ended == "eos"
     assert made.rounds == 0 or first > 0
-    check_counts(made, recorder, full, 5)
+    check_counts(made, proposed, full, 5)
 
 
 def test_end_tokens_were_met_in_every_place(golden_target, golden_draft):
@@ -238,11 +227,12 @@ def test_context_ends_a_response(golden_decoder, golden_draft, room, bucket):
     case = golden_json("eagle3_e2e")["prompts"][1]
     target = LlamaTarget(golden_decoder, (2, 4, 5), frozenset(), len(case["prompt"]) + room)
     changes = {"max_new_tokens": 60, "cache_bucket": bucket, "prefill_chunk": 7}
-    recorder = Recorder(golden_draft("eagle3_e2e"))
-    made = respond_with(target, recorder, FIXED.build(None, 0), case["prompt"], **changes)
+    draft = golden_draft("eagle3_e2e")
+    proposed = proposals_of(draft)
+    made = respond_with(target, draft, FIXED.build(None, 0), case["prompt"], **changes)
     assert made.tokens == case["hf_greedy"][:room]
     assert made.ended == "context"
-    check_counts(made, recorder, case["hf_greedy"], 5)
+    check_counts(made, proposed, case["hf_greedy"], 5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 7, 8, 14, 30])
@@ -306,11 +296,11 @@ def test_fixed_leaves_every_weight_bit_identical(golden_target, golden_draft):
 @pytest.mark.parametrize("name", ["reset", "persistent", "reset_published"])
 def test_an_update_changes_norm_and_head_and_nothing_else(golden_target, golden_draft, name):
     draft = golden_draft("eagle3_e2e")
-    inner = adapter_spec(name).build(draft.head, 0)
-    spy = Spy(inner, lambda: everything(golden_target, draft))
-    respond_with(golden_target, draft, spy)
-    assert len(spy.around) >= 2
-    for before, after in spy.around:
+    adapter = adapter_spec(name).build(draft.head, 0)
+    around = updates_of(adapter, lambda: everything(golden_target, draft))
+    respond_with(golden_target, draft, adapter)
+    assert len(around) >= 2
+    for before, after in around:
         assert changed(before, after) == {"draft.norm.weight", "draft.lm_head.weight"}
 
 
@@ -328,11 +318,13 @@ def without_seconds(record: dict) -> dict:
     return record
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", ["fixed", "reset", "persistent", "reset_published"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("fixed", 0.7), ("reset", 0.0), ("reset", 0.7), ("persistent", 0.7), ("reset_published", 0.0)],
+)
 def test_same_seed_same_record_whatever_ran_before(name, temperature):
     served = tiny("bfloat16")
-    spec = chain(max_new_tokens=24, temperature=temperature)
+    spec = chain(max_new_tokens=16, temperature=temperature)
     bench = measure.Bench(served, spec, 3, Meter(CPU))
     specs = {"draft": LogitLensSpec("lens", 200, 0), "adapter": adapter_spec(name, selection="reservoir")}
     a, b = conversation("bees"), conversation("seas")
@@ -363,18 +355,19 @@ def test_same_seed_same_record_whatever_ran_before(name, temperature):
 def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(golden_target, golden_draft, temperature):
     """Slot i holds (H_i, x_{i+1}); its teacher is z_{i+1}, and its features are what the draft makes of true
     features. Against full recomputation: float32 noise is 1e-5, a shift by one is off by several units."""
-    spy, draft = Spy(FIXED.build(None, 0)), golden_draft("eagle3_e2e")
-    made = respond_with(golden_target, draft, spy, key=1, temperature=temperature, max_new_tokens=50)
+    adapter, draft = FIXED.build(None, 0), golden_draft("eagle3_e2e")
+    evidence = evidence_of(adapter)
+    made = respond_with(golden_target, draft, adapter, key=1, temperature=temperature, max_new_tokens=50)
     text = PROMPT + made.tokens
     taps, _, logits = recompute(golden_target, text)
     draft.begin(128)
     slots = draft.extend(taps[:-1], torch.tensor(text[1:]))
 
-    assert [source for source, _, _ in spy.evidence] == ["prompt"] + ["response"] * made.rounds
-    assert len(spy.evidence[0][1]) == len(PROMPT) - 1
-    assert [len(features) - 1 for _, features, _ in spy.evidence[1:-1]] == made.accepted_per_round[:-1]
-    features = torch.cat([f for _, f, _ in spy.evidence])
-    teacher = torch.cat([t for _, _, t in spy.evidence])
+    assert [source for source, _, _ in evidence] == ["prompt"] + ["response"] * made.rounds
+    assert len(evidence[0][1]) == len(PROMPT) - 1
+    assert [len(features) - 1 for _, features, _ in evidence[1:-1]] == made.accepted_per_round[:-1]
+    features = torch.cat([f for _, f, _ in evidence])
+    teacher = torch.cat([t for _, _, t in evidence])
     size = len(features)
     assert size == len(text) - 2  # all but the last token, which the target was never fed
     torch.testing.assert_close(features, slots[:size], rtol=0, atol=1e-3)

@@ -89,6 +89,14 @@ class InnerAdapter(ABC):
     @abstractmethod
     def end_response(self) -> None: ...
 
+    @abstractmethod
+    def drift(self) -> dict[str, float]:
+        """How far each trained tensor is from its initial value, ‖W - W₀‖ / ‖W₀‖."""
+
+    @abstractmethod
+    def anchor_lambda(self) -> dict[str, float]:
+        """The anchor's strength as the published λ, by trained tensor; empty without an anchor."""
+
 
 class InnerAdapterSpec(ABC):
     name: str

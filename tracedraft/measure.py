@@ -66,6 +66,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     records.refuse_existing(folder)
     conversations, data = specs["workload"].load()
+    specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
@@ -89,7 +90,8 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         summary, code = {}, 1
         try:
             done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
-            summary = {**names, **records.summarise(done), "provenance": origin}
+            learner = {"drift": arms[1].adapter.drift(), "anchor_lambda": arms[1].adapter.anchor_lambda()}
+            summary = {**names, **records.summarise(done), **learner, "provenance": origin}
             run.write_summary({**summary, "wandb_error": tracker.error})
             code = 0
         finally:

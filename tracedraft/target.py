@@ -15,8 +15,8 @@ from torch import Tensor
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import weights
-from tracedraft.models.decoder import Decoder, KVCache
-from tracedraft.types import TargetPass
+from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache
+from tracedraft.types import TargetPass, TargetShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,6 +37,7 @@ class LlamaTarget(Target):
         self.model, self.taps, self.eos_ids, self.context = model, taps, eos_ids, context
         self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
         self.device = model.norm.weight.device
+        self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps))
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         self.cache = self.model.cache(1, capacity)
@@ -133,10 +134,22 @@ class LlamaTargetSpec:
     drafts: dict[str, str]
     cache: str
 
+    def shape(self) -> TargetShape:
+        """Read from the config alone, so that a draft can be checked before the weights are loaded."""
+        config = weights.read_decoder_config(self._locate()[0])
+        return TargetShape(config.hidden_size, config.vocab_size, len(self._taps(config)))
+
+    def _taps(self, config: DecoderConfig) -> tuple[int, ...]:
+        taps = tuple(self.taps) if self.taps else default_taps(config.layers)
+        if config.layers < 6 or not all(0 <= tap < config.layers for tap in taps):
+            raise UserError(f"target.taps={list(taps)} do not fit a model of {config.layers} layers")
+        return taps
+
     def build(self) -> Served:
         check_device(self.device, self.dtype)
         folder, origin = self._locate()
         config = weights.read_decoder_config(folder)
+        taps = self._taps(config)
         tokenizer = load_tokenizer(folder)
         with torch.device("meta"):
             model = Decoder(config)
@@ -147,9 +160,6 @@ class LlamaTargetSpec:
         state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
         weights.load_module(model, weights.fuse(state), folder)
         model.requires_grad_(False).eval()
-        taps = tuple(self.taps) if self.taps else default_taps(config.layers)
-        if config.layers < 6 or not all(0 <= tap < config.layers for tap in taps):
-            raise UserError(f"target.taps={list(taps)} do not fit a model of {config.layers} layers")
         eos = frozenset({tokenizer.eos_token_id})
         served = LlamaTarget(model, taps, eos, min(self.context or config.context, config.context))
         digest = self.sha256 or weights.sha256_of(weights.weight_files(folder), Path(self.cache))

@@ -32,6 +32,15 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class TargetShape:
+    """What a draft must fit: sizes, and the number of tapped layers."""
+
+    hidden_size: int
+    vocab_size: int
+    taps: int
+
+
+@dataclass(frozen=True)
 class TargetPass:
     """What one pass of the target yields.
 

@@ -38,3 +38,6 @@ class FixedAdapter(InnerAdapter):
     def drift(self) -> dict[str, float]:
         """No tensor is trained."""
         return {}
+
+    def anchor_lambda(self) -> dict[str, float]:
+        return {}

@@ -14,7 +14,7 @@ from tracedraft.interfaces import Draft
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
 from tracedraft.target import DTYPES, LlamaTarget
-from tracedraft.types import OutputHead, Proposal
+from tracedraft.types import OutputHead, Proposal, TargetShape
 
 
 class Eagle3Draft(Draft):
@@ -74,18 +74,22 @@ class Eagle3Spec:
     dtype: str | None
     cache: str
 
-    def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
-        """A fresh draft and its provenance.
-
-        Raises:
-            UserError: the checkpoint does not fit the target, saying in what.
-        """
-        folder = ASSETS / self.path if "/" not in self.path else Path(self.path)
-        if not folder.is_dir():
-            raise UserError(f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train")
-        check_fit(eagle3.read_config(folder), target, folder)
+    def check(self, shape: TargetShape) -> None:
+        """Raises UserError when there is no such checkpoint, or it does not fit the target, saying in what."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if not self.folder.is_dir():
+            raise UserError(f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train")
+        check_fit(eagle3.read_config(self.folder), shape, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        return ASSETS / self.path if "/" not in self.path else Path(self.path)
+
+    def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
+        """A fresh draft and its provenance."""
+        self.check(target.shape)
+        folder = self.folder
         like = target.model.norm.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         model = eagle3.load(folder, dtype, like.device)
@@ -102,9 +106,13 @@ class LogitLensSpec:
     draft_vocab_size: int
     seed: int
 
+    def check(self, shape: TargetShape) -> None:
+        """Raises UserError for a draft vocabulary that the target does not have."""
+        if not 1 <= self.draft_vocab_size <= shape.vocab_size:
+            raise UserError(f"draft.draft_vocab_size={self.draft_vocab_size}: expected 1 to {shape.vocab_size}")
+
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
-        if not 1 <= self.draft_vocab_size <= target.vocab_size:
-            raise UserError(f"draft.draft_vocab_size={self.draft_vocab_size}: expected 1 to {target.vocab_size}")
+        self.check(target.shape)
         model = lens(target, self.draft_vocab_size, self.seed)
         embedding = target.model.embed_tokens.weight
         return Eagle3Draft(model.to(embedding), embedding), {"origin": "untrained", "sha256": None}
@@ -122,13 +130,13 @@ def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3
     return model.requires_grad_(False).eval()
 
 
-def check_fit(config: eagle3.Eagle3Config, target: LlamaTarget, folder: Path) -> None:
+def check_fit(config: eagle3.Eagle3Config, shape: TargetShape, folder: Path) -> None:
     """Raises UserError naming the first dimension in which draft and target differ."""
     pairs = {
-        "hidden size": (config.target_hidden_size, target.hidden_size),
-        "embedding size": (config.layer.hidden_size, target.hidden_size),
-        "vocabulary": (config.layer.vocab_size, target.vocab_size),
-        "number of tapped layers": (config.taps, len(target.taps)),
+        "hidden size": (config.target_hidden_size, shape.hidden_size),
+        "embedding size": (config.layer.hidden_size, shape.hidden_size),
+        "vocabulary": (config.layer.vocab_size, shape.vocab_size),
+        "number of tapped layers": (config.taps, shape.taps),
     }
     for what, (draft, served) in pairs.items():
         if draft != served:

@@ -9,7 +9,9 @@ import torch
 
 from tracedraft.models.decoder import Decoder, DecoderConfig
 from tracedraft.target import DTYPES, LlamaTarget, Served, check_device, default_taps
+from tracedraft.types import TargetShape
 
+HIDDEN = 32
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,12 +45,15 @@ class TinyTargetSpec:
     context: int
     drafts: dict[str, str]
 
+    def shape(self) -> TargetShape:
+        return TargetShape(HIDDEN, len(byte_tokenizer()), 3)
+
     def build(self) -> Served:
         check_device(self.device, self.dtype)
         tokenizer = byte_tokenizer()
         config = DecoderConfig(
             vocab_size=len(tokenizer),
-            hidden_size=32,
+            hidden_size=HIDDEN,
             intermediate_size=64,
             layers=8,
             heads=4,
