@@ -84,7 +84,7 @@ def train(cfg: DictConfig) -> None:
     _plainly(lambda: train_draft(cfg, Path(cfg.out)))
 
 
-@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")
 def prepare(cfg: DictConfig) -> None:
     """Load the target once, so that its weights are fetched, converted and cached."""
     _quiet()
