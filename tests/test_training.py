@@ -20,7 +20,7 @@ from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.target import LlamaTarget, Served
 from tracedraft.training import synthesis
-from tracedraft.training.loop import Trainer, TrainingSpec, corpus_vocab, new_draft
+from tracedraft.training.loop import Trainer, TrainingSpec, batches, corpus_vocab, new_draft
 from tracedraft.training.objective import Batch, teacher_of, teacher_of_hidden, training_time_test, weighted
 
 TEXT = synthesis.SynthesisSpec(
@@ -258,6 +258,27 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
 
 
 # Learning
+
+
+def test_batches_hold_the_teacher_of_their_own_position(corpus):
+    """Against full recomputation, nothing shifted; a draft vocabulary small enough to miss some choices."""
+    target, seen = served().target, 0
+    trainer = Trainer(target, corpus, dataclasses.replace(SPEC, draft_vocab_size=60))
+    vocab, rows = trainer.model.vocab, synthesis.read_shard(corpus[0])["tokens"].tolist()
+    for raw in batches(corpus[:1], trainer.spec, torch.Generator().manual_seed(0)):
+        batch = trainer.batch(raw)
+        assert batch.tokens.shape == (8, 64)
+        assert bool((batch.counts == 1).all())
+        for i in range(8):
+            whole = next(row for row in rows if batch.tokens[i].tolist() in (row[:64], row[64:]))
+            half = slice(64) if batch.tokens[i].tolist() == whole[:64] else slice(64, 128)
+            taps, _, logits = (part[half] for part in recompute(target, whole))
+            torch.testing.assert_close(batch.taps[i], taps, rtol=1e-4, atol=1e-3)
+            # logits of size ~40 in float32, through an exponential
+            torch.testing.assert_close(batch.teacher[i], logits[:, vocab].softmax(dim=1), rtol=0, atol=1e-3)
+            assert batch.in_vocab[i].tolist() == torch.isin(logits.argmax(dim=1), vocab).tolist()
+            seen += int(batch.in_vocab[i].sum())
+    assert 0.1 < seen / (16 * 128) < 0.9
 
 
 def train(files: list[Path], folder: Path, **changes) -> tuple[list[float], list[float]]:
