@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from functools import cache
 from pathlib import Path
@@ -25,10 +26,18 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    """The models here are tiny: more threads than two cost time, as do two where the caller asked for one."""
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+# Tiny models are fastest on one thread, and threads that wait by spinning starve each other on a busy machine.
+# Subprocesses that the tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def all_cores():
+    """For tests of the embedded model."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
