@@ -69,7 +69,7 @@ def golden_decoder(tmp_path_factory) -> Decoder:
     folder = golden_folder("target_tiny", tmp_path_factory.mktemp("golden") / "target")
     model = Decoder(weights.read_decoder_config(folder))
     state = {name.removeprefix("model."): tensor for name, tensor in weights.tensors(folder)}
-    weights.load_module(model, weights.fuse(state), folder)
+    weights.load_module(model, weights.fuse(state, folder), folder)
     return model.requires_grad_(False).eval()
 
 

@@ -138,7 +138,7 @@ def test_split_fused_undoes_fuse(tmp_path):
     saved(tmp_path)
     plain = load_file(tmp_path / "model.safetensors")
     config = weights.read_decoder_config(tmp_path)
-    fused = weights.fuse(plain)
+    fused = weights.fuse(plain, tmp_path)
     assert len(fused) == len(plain) - 3 * config.layers
     back = weights.split_fused(fused, config)
     assert back.keys() == plain.keys()

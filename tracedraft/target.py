@@ -158,7 +158,7 @@ class LlamaTargetSpec:
         if config.tied:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
-        weights.load_module(model, weights.fuse(state), folder)
+        weights.load_module(model, weights.fuse(state, folder), folder)
         model.requires_grad_(False).eval()
         eos = frozenset({tokenizer.eos_token_id})
         served = LlamaTarget(model, taps, eos, min(self.context or config.context, config.context))

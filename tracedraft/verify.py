@@ -65,11 +65,13 @@ def warped(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.top_k == 0 and sampling.top_p >= 1.0:
         return torch.arange(size, device=scores.device).expand_as(scores), scores
     limit = min(sampling.top_k or size, size)
-    total = torch.logsumexp(scores, dim=1, keepdim=True)
+    if sampling.top_p >= 1.0:
+        values, ids = _sorted_top(scores, limit)
+        return ids, values
+    kept = scores if limit == size else torch.topk(scores, limit, dim=1).values
+    total = torch.logsumexp(kept, dim=1, keepdim=True)
     for count in (min(CANDIDATES, limit), limit):
         values, ids = _sorted_top(scores, count)
-        if limit < size:
-            total = torch.logsumexp(values, dim=1, keepdim=True)
         mass = (values - total).double().exp().cumsum(dim=1)
         if count == limit or bool((mass[:, -1] >= sampling.top_p).all()):
             break
@@ -81,7 +83,10 @@ def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest scores of each row, descending, equal ones by ascending id."""
     if count == scores.shape[1]:
         return torch.sort(scores, dim=1, descending=True, stable=True)
-    ids = torch.topk(scores, count, dim=1).indices.sort(dim=1).values
+    least = torch.topk(scores, count, dim=1).values[:, -1:]
+    above, level = scores > least, scores == least
+    room = count - above.sum(dim=1, keepdim=True)
+    ids = (above | (level & (level.cumsum(dim=1) <= room))).nonzero()[:, 1].view(-1, count)
     values, order = torch.sort(scores.gather(1, ids), dim=1, descending=True, stable=True)
     return values, ids.gather(1, order)
 

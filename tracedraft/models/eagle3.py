@@ -144,7 +144,7 @@ def load(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Eagle3
     if config.draft_vocab_size == config.layer.vocab_size:
         ids = torch.arange(config.draft_vocab_size, device=device)
         state |= {"d2t": torch.zeros_like(ids), "t2d": torch.ones_like(ids, dtype=torch.bool)}
-    weights.load_module(model, weights.fuse(state), folder)
+    weights.load_module(model, weights.fuse(state, folder), folder)
     vocab = model.vocab
     if bool((vocab < 0).any()) or bool((vocab >= config.layer.vocab_size).any()):
         raise UserError(f"draft: {folder}: d2t maps outside the target vocabulary of {config.layer.vocab_size}")
@@ -167,10 +167,12 @@ def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
         "head_dim": layer["head_dim"],
         "rms_norm_eps": layer["eps"],
         "rope_theta": layer["rope_theta"],
+        "rope_scaling": layer["rope_scaling"],
         "max_position_embeddings": layer["context"],
         "vocab_size": layer["vocab_size"],
         "draft_vocab_size": model.config.draft_vocab_size,
         "target_hidden_size": model.config.target_hidden_size,
+        "num_taps": model.config.taps,
         "fc_norm": model.config.fc_norm,
     }
     state = weights.split_fused(dict(model.state_dict()), model.config.layer)

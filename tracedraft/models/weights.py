@@ -92,13 +92,21 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
 
 
-def fuse(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join q/k/v and gate/up rows, as ``models.decoder`` keeps them: fewer, larger products."""
+def fuse(state: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """Join q/k/v and gate/up rows, as ``models.decoder`` keeps them: fewer, larger products.
+
+    Raises:
+        UserError: one of the parts is missing, by name.
+    """
     fused = dict(state)
     for joined, parts in FUSED.items():
-        for name in [n for n in state if f".{parts[0]}." in n]:
-            pieces = [fused.pop(name.replace(parts[0], part)) for part in parts]
-            fused[name.replace(parts[0], joined)] = torch.cat(pieces)
+        names = {n.replace(part, joined) for part in parts for n in state if f".{part}." in n}
+        for name in sorted(names):
+            pieces = [name.replace(joined, part) for part in parts]
+            for piece in pieces:
+                if piece not in fused:
+                    raise UserError(f"{where}: tensor {piece!r} is missing")
+            fused[name] = torch.cat([fused.pop(piece) for piece in pieces])
     return fused
 
 
