@@ -1,6 +1,6 @@
 # TraceDraft: `make help` lists what there is.
 PYTHON ?= python3
-VENV   := .venv
+VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Which build of torch: any pip arguments, e.g. TORCH="torch==2.13.0 --index-url URL_OF_YOUR_CUDA_WHEELS"
@@ -16,7 +16,7 @@ help: ## this list
 setup: $(READY) ## .venv with pinned dependencies, and the embedded model
 
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TraceDraft needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TraceDraft needs Python 3.11 or newer: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt

@@ -298,7 +298,13 @@ def test_a_workload_without_its_data_names_the_ways_before_the_model_loads(refus
     began = time.monotonic()
     message = one_line(refused("workload=livecodebench"))
     assert time.monotonic() - began < 5
-    for way in ("TRACEDRAFT_DATA", "paths.data", "livecodebench.jsonl", "pip install 'tracedraft[hub]'"):
+    for way in (
+        "TRACEDRAFT_DATA",
+        "paths.data",
+        "livecodebench.jsonl",
+        "workload.wheel",
+        "pip install 'tracedraft[hub]'",
+    ):
         assert way in message
 
 

@@ -119,7 +119,7 @@ class Client:
         self._call("finish")
 
 
-@pytest.mark.parametrize(("broken", "calls"), [("log", ["log"]), ("finish", ["log", "log", "finish"])])
+@pytest.mark.parametrize(("broken", "calls"), [("log", ["log", "finish"]), ("finish", ["log", "log", "finish"])])
 def test_a_client_that_breaks_is_recorded_and_left_alone(tmp_path, monkeypatch, broken, calls):
     client = Client(broken)
     monkeypatch.setattr("wandb.init", lambda **_: client)

@@ -350,6 +350,10 @@ def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
     saved = eagle3.load(tmp_path / "draft", torch.float32, "cpu").state_dict()
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(saved[name], tensor.bfloat16().float() if tensor.is_floating_point() else tensor)
+    whole = Trainer(target, corpus, spec)
+    whole.run(tmp_path / "whole", lambda progress: None)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor)
 
 
 def test_resume_from_nothing_starts_at_nothing(corpus, tmp_path):

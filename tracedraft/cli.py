@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _quiet() -> None:
-    """Offline unless the user says otherwise costs nothing here; progress bars of libraries do."""
+    """No warnings of libraries between the lines that users read, unless their environment asks for them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,10 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
             code = 0
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
+            if tracker.error:
+                print(f"warning: {tracker.error}; the record on disk is whole", file=sys.stderr)
+        if tracker.error:
+            run.write_summary({**summary, "wandb_error": tracker.error})
     return summary
 
 
@@ -153,7 +158,7 @@ def stream(
 ) -> list[dict[str, Any]]:
     """Serve the conversations in order; each record is on disk before it is mirrored."""
     done = []
-    warm_up(bench, arms, conversations[0])
+    warm_up(bench, arms, conversations)
     with progress:
         for index, conversation in enumerate(conversations):
             record = converse(bench, arms, conversation, index, progress.response)
@@ -164,11 +169,15 @@ def stream(
     return done
 
 
-def warm_up(bench: Bench, arms: list[Arm], conversation: Conversation) -> None:
+def warm_up(bench: Bench, arms: list[Arm], conversations: list[Conversation]) -> None:
     """A short untimed answer by each draft, or the first arm would pay for what both need."""
-    prompt = chat.encode(bench.served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
+    prompts = (
+        chat.encode(bench.served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
+        for conversation in conversations
+    )
+    prompt = next((prompt for prompt in prompts if len(prompt) < bench.served.target.context), None)
     spec = dataclasses.replace(bench.decode, max_new_tokens=min(WARM_UP_TOKENS, bench.decode.max_new_tokens))
-    if len(prompt) < bench.served.target.context:
+    if prompt is not None:
         for arm in arms:
             respond(
                 bench.served.target,

@@ -19,7 +19,7 @@ class Progress:
         self.console = Console(stderr=True)
         self.live = self.console.is_terminal
         self.total, self.records, self.label = conversations, [], f"{names['workload']} {names['adapter']}"
-        self.serving = ""
+        self.serving = self.so_far = ""
         self.bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -42,12 +42,13 @@ class Progress:
         """After each answered turn of an arm."""
         seconds = sum(response.seconds.values())
         self.serving = f"{arm}: {len(response.tokens) / seconds:.1f} tok/s"
-        self.bar.update(self.task, numbers=f"{self.numbers()}  {self.serving}")
+        self.bar.update(self.task, numbers=f"{self.so_far}  {self.serving}")
 
     def conversation(self, record: dict[str, Any]) -> None:
         """After each conversation, with the record that was just written."""
         self.records.append(record)
-        self.bar.update(self.task, advance=1, numbers=self.numbers())
+        self.so_far = self.numbers()
+        self.bar.update(self.task, advance=1, numbers=self.so_far)
         if record["refused"]:
             refused = record["refused"]
             self.console.print(
@@ -56,7 +57,7 @@ class Progress:
                 highlight=False,
             )
         if not self.live:
-            self.console.print(f"{self.label} {len(self.records)}/{self.total} {self.numbers()}", highlight=False)
+            self.console.print(f"{self.label} {len(self.records)}/{self.total} {self.so_far}", highlight=False)
 
     def numbers(self) -> str:
         """Sums over the conversations so far."""

@@ -286,7 +286,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     ``null_reasons`` says why by dotted key.
 
     Args:
-        records: conversation records as ``run.py`` writes them.
+        records: conversation records as ``measure.py`` writes them.
     """
     records = list(records)
     turns = [turn for record in records for turn in record["turns"]]

@@ -88,7 +88,11 @@ class SweepTable(Callback):
         _make(Path(config.hydra.run.dir), "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _make(Path(config.hydra.sweep.dir), "hydra.sweep.dir")
+        folder = Path(config.hydra.sweep.dir)
+        if (folder / "multirun.yaml").exists():
+            print(f"error: {folder} already holds a sweep: choose another hydra.sweep.dir", file=sys.stderr)
+            raise SystemExit(2)
+        _make(folder, "hydra.sweep.dir")
         # Hydra leaves on_multirun_end out when a job has failed, which is when the list of failures matters.
         atexit.register(self.on_multirun_end, config)
 

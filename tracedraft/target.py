@@ -40,6 +40,7 @@ class LlamaTarget(Target):
         self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps))
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
+        self.cache = None  # the last response's, before there are two
         self.cache = self.model.cache(1, capacity)
         self.rope = self.model.rope(capacity)
         self.width, self.chunk, self.length = width, chunk, 0
@@ -77,7 +78,7 @@ class LlamaTarget(Target):
         return torch.cat(parts)
 
     def _pass(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        padded = tokens.new_zeros(1, width)
+        padded = torch.zeros(1, width, dtype=torch.long, device=self.device)
         padded[0, : len(tokens)] = tokens
         hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
         return hidden[0, : len(tokens)], taps[0, : len(tokens)]
@@ -131,7 +132,7 @@ class LlamaTargetSpec:
     dtype: str
     taps: list[int] | None
     context: int | None
-    drafts: dict[str, str]
+    drafts: dict[str, str | None]
     cache: str
 
     def shape(self) -> TargetShape:
@@ -141,12 +142,15 @@ class LlamaTargetSpec:
 
     def _taps(self, config: DecoderConfig) -> tuple[int, ...]:
         taps = tuple(self.taps) if self.taps else default_taps(config.layers)
-        if config.layers < 6 or not all(0 <= tap < config.layers for tap in taps):
-            raise UserError(f"target.taps={list(taps)} do not fit a model of {config.layers} layers")
+        fits = config.layers >= 6 and taps[0] >= 0 and taps[-1] < config.layers
+        if not fits or list(taps) != sorted(set(taps)):
+            raise UserError(f"target.taps={list(taps)}: expected ascending layers of {config.layers} (at least 6)")
         return taps
 
     def build(self) -> Served:
         check_device(self.device, self.dtype)
+        if self.context is not None and self.context < 1:
+            raise UserError(f"target.context={self.context}: expected at least 1, or null for the model's own")
         folder, origin = self._locate()
         config = weights.read_decoder_config(folder)
         taps = self._taps(config)
@@ -160,9 +164,9 @@ class LlamaTargetSpec:
         state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
         weights.load_module(model, weights.fuse(state, folder), folder)
         model.requires_grad_(False).eval()
-        eos = frozenset({tokenizer.eos_token_id})
-        served = LlamaTarget(model, taps, eos, min(self.context or config.context, config.context))
-        digest = self.sha256 or weights.sha256_of(weights.weight_files(folder), Path(self.cache))
+        context = min(self.context or config.context, config.context)
+        served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
+        digest = self.sha256 if self.wheel else weights.sha256_of(weights.content_files(folder), Path(self.cache))
         return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
 
     def _locate(self) -> tuple[Path, str]:
@@ -202,6 +206,17 @@ def check_device(device: str, dtype: str) -> None:
         raise UserError(f"target.device={device!r}: expected cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"target.device={device!r}: this torch sees no CUDA device; use target.device=cpu")
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a response: the tokenizer's, and those of ``generation_config.json``."""
+    from transformers import GenerationConfig
+
+    ids = [tokenizer.eos_token_id]
+    if (folder / "generation_config.json").exists():
+        more = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        ids += more if isinstance(more, list) else [more]
+    return frozenset(i for i in ids if i is not None)
 
 
 def load_tokenizer(folder: Path) -> Any:

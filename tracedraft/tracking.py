@@ -82,20 +82,23 @@ class WandbTracker(Tracker):
         self._try("log", lambda: self._run.log(flatten(row), step=step))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        run, self._run = self._run, None
+
         def end() -> None:
-            self._run.summary.update(flatten(summary))
-            self._run.finish(exit_code=exit_code)
+            run.summary.update(flatten(summary))
+            run.finish(exit_code=exit_code)
 
-        self._try("finish", end)
+        if run is not None:
+            self._try("finish", end, always=True)
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
-        if self.error is not None:
+    def _try(self, name: str, action: Callable[[], None], always: bool = False) -> None:
+        if self.error is not None and not always:
             return
         try:
             action()
         except Exception as error:  # whatever the client raises, the run goes on
             text = next(iter(str(error).splitlines()), "")
-            self.error = f"wandb {name}: {type(error).__name__}: {text}".removesuffix(": ")
+            self.error = self.error or f"wandb {name}: {type(error).__name__}: {text}".removesuffix(": ")
 
 
 def open_tracker(

@@ -114,13 +114,16 @@ class TraceSpec(InnerAdapterSpec):
     replay_positions: int
     replay_weight: float
 
+    def __post_init__(self) -> None:
+        """Raises UserError for settings that cannot work."""
+        _check(self)
+
     def build(self, head: OutputHead | None, seed: int) -> TraceAdapter:
-        """Raises UserError if the draft has no head, or for settings that cannot work."""
+        """Raises UserError if the draft has no head."""
         if head is None:
             raise UserError(
                 f"adapter={self.name}: the draft has no output head to train; use adapter=fixed, or another draft"
             )
-        _check(self)
         return TraceAdapter(self, head, seed)
 
 

@@ -39,7 +39,7 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        features = self._slots(self.model.fuse(taps), tokens, self.length)
+        features = self._slots(self.model.fuse(taps.to(self.model.fc.weight.dtype)), tokens, self.length)
         self.length += len(tokens)
         self.last = features[-1:]
         return features
@@ -70,20 +70,26 @@ class Eagle3Spec:
     """An EAGLE-3 checkpoint folder; a name without a slash ships with the package."""
 
     name: str
-    path: str
+    path: str | None
     dtype: str | None
     cache: str
 
     def check(self, shape: TargetShape) -> None:
-        """Raises UserError when there is no such checkpoint, or it does not fit the target, saying in what."""
+        """Raises UserError without such a checkpoint, or when it does not fit the target, saying in what."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.path is None:
+            raise UserError("draft.path is not set, and the target names no eagle3 draft: draft.path=FOLDER")
         if not self.folder.is_dir():
-            raise UserError(f"draft.path={self.path!r}: no such folder; train one with python -m tracedraft.train")
+            raise UserError(
+                f"draft.path={self.path!r}: no such folder (a name without a slash ships with the package, "
+                "./NAME lies here); python -m tracedraft.train makes one"
+            )
         check_fit(eagle3.read_config(self.folder), shape, self.folder)
 
     @property
     def folder(self) -> Path:
+        assert self.path is not None
         return ASSETS / self.path if "/" not in self.path else Path(self.path)
 
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
@@ -93,7 +99,7 @@ class Eagle3Spec:
         like = target.model.norm.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         model = eagle3.load(folder, dtype, like.device)
-        digest = weights.sha256_of(weights.weight_files(folder), Path(self.cache))
+        digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
         embedding = target.model.embed_tokens.weight.to(dtype)
         return Eagle3Draft(model, embedding), {"origin": str(self.path), "sha256": digest}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -75,6 +76,11 @@ def weight_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise UserError(f"{file}: named in {index.name} but missing")
     return files
+
+
+def content_files(folder: Path) -> list[Path]:
+    """All that decides what a checkpoint says: weights, config, tokenizer and chat template."""
+    return [*weight_files(folder), *sorted(folder.glob("*.json")), *sorted(folder.glob("*.jinja"))]
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +161,8 @@ def sha256_of(files: list[Path], cache: Path) -> str:
     for file in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    write_atomically(memo, lambda path: path.write_text(digest.hexdigest()))
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+        write_atomically(memo, lambda path: path.write_text(digest.hexdigest()))
     return digest.hexdigest()
 
 
@@ -181,13 +188,18 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
     Raises:
         UserError: the file is not the one that ``sha256`` names.
     """
+    if not gguf.is_file():
+        raise UserError(f"{gguf} is missing; reinstall its package")
     with gguf.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != sha256:
         raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
     folder = cache / "gguf" / sha256[:16]
     if not folder.is_dir():
-        write_atomically(folder, lambda path: _convert_gguf(gguf, path))
+        try:
+            write_atomically(folder, lambda path: _convert_gguf(gguf, path))
+        except OSError as error:
+            raise UserError(f"{folder} can't be written ({error.strerror}): choose another paths.cache") from error
     return folder
 
 

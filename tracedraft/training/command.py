@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,9 +10,18 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
-from tracedraft.config import build_spec
+from tracedraft.config import build_spec, plain
 from tracedraft.errors import UserError
+from tracedraft.models.weights import write_atomically
 from tracedraft.training import loop, synthesis
+
+
+def keep_settings(folder: Path, settings: dict) -> None:
+    """Raises UserError when the folder holds a corpus or a training made with other settings."""
+    file = folder / "settings.json"
+    if file.exists() and json.loads(file.read_text()) != settings:
+        raise UserError(f"{folder} holds a training with other settings ({file}): choose another out=FOLDER")
+    write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"))
 
 
 def train_draft(cfg: DictConfig, folder: Path) -> None:
@@ -30,6 +40,7 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     served = target_spec.build()
+    keep_settings(folder, {"target": served.provenance, "synthesis": plain(text), "training": plain(spec)})
     console = Console(stderr=True)
     with Progress(
         *Progress.get_default_columns()[:2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -100,8 +101,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
         )
-        rows = sum(synthesis.read_shard(f)["tokens"].numel() // spec.length for f in self.files)
-        self.steps = spec.epochs * math.ceil(rows / spec.batch)
+        rows = [synthesis.read_shard(f)["tokens"].numel() // spec.length for f in self.files]
+        self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
         self.step = 0
 
     def rate(self) -> float:
@@ -124,7 +125,8 @@ class Trainer:
         while self.step < self.steps:
             epoch = self.step * self.spec.epochs // self.steps
             rng = torch.Generator().manual_seed(self.spec.seed * 1000 + epoch)
-            for raw in batches(self.files, self.spec, rng):
+            done = self.step % (self.steps // self.spec.epochs)
+            for raw in itertools.islice(batches(self.files, self.spec, rng), done, None):
                 loss = self._optimise(self.batch(raw))
                 tokens += raw["tokens"].numel()
                 self.step += 1

