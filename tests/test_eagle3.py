@@ -215,7 +215,7 @@ def test_a_draft_of_another_target_is_refused_when_built(tmp_path):
     folder = golden_folder("eagle3_tiny", tmp_path / "draft")
     with pytest.raises(UserError, match="its vocabulary is 128, the target's 258"):
         Eagle3Spec("eagle3", str(folder), None, str(tmp_path)).build(tiny("float32").target)
-    with pytest.raises(UserError, match="no such folder .*tracedraft.train makes one"):
+    with pytest.raises(UserError, match=r"no such folder .*tracedraft.train makes one"):
         Eagle3Spec("eagle3", str(tmp_path / "none"), None, str(tmp_path)).build(tiny("float32").target)
 
 

@@ -210,9 +210,8 @@ def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
     made = respond(target, draft, adapter, prompt, spec, 11, Meter(CPU))
     assert audit(target, prompt, made.tokens, spec, 11) == []
     assert any(update.committed for update in made.updates)
-    assert (
-        made.accepted > made.rounds / 4
-    )  # the shipped draft accepts about half a token a round, an untrained one none
+    # the shipped draft accepts about half a token a round
+    assert made.accepted > made.rounds / 4
     assert len(made.tokens) == 40 or made.ended == "eos"
     planted = [*made.tokens[:9], made.tokens[9] + 1, *made.tokens[10:]]
     assert audit(target, prompt, planted, spec, 11)[0] == 9

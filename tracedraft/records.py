@@ -207,19 +207,16 @@ def _parse_object(text: bytes) -> dict[str, Any]:
 # Provenance
 
 
-def provenance(started: datetime | None = None) -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Where a run comes from, less what only the caller knows (data and weights sha256, fingerprint).
 
     Unknown facts are None; this never raises. The host's name is left out on purpose: records get published.
-
-    Args:
-        started: when the run began; None: now.
     """
     import psutil
     import torch  # here, since tables read records without them
 
     return {
-        "started": (started or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": list(sys.argv),
         "versions": {"python": platform.python_version(), "tracedraft": __version__}
         | {name: _version(name) for name in ("torch", "transformers", "hydra-core", "wandb")},

@@ -16,6 +16,8 @@ from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequenci
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
+CHUNK = 512  # slots of one pass over a prompt: bounds its mask
+
 
 class Eagle3Draft(Draft):
     """Its KV cache keeps true slots only: rows that a chain writes are overwritten by the next true ones."""
@@ -39,10 +41,13 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        features = self._slots(self.model.fuse(taps.to(self.model.fc.weight.dtype)), tokens, self.length)
-        self.length += len(tokens)
-        self.last = features[-1:]
-        return features
+        parts = []
+        for some_taps, some in zip(taps.split(CHUNK), tokens.split(CHUNK), strict=True):
+            features = self.model.fuse(some_taps.to(self.model.fc.weight.dtype))
+            parts.append(self._slots(features, some, self.length))
+            self.length += len(some)
+        self.last = parts[-1][-1:]
+        return torch.cat(parts)
 
     @torch.inference_mode()
     def propose(self, length: int) -> Proposal:

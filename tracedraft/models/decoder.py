@@ -52,9 +52,6 @@ class Rope:
         angles = torch.cat((angles, angles), dim=-1)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]
-
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embeddings, half-split layout, to x [B, heads, T, E]."""

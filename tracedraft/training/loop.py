@@ -44,6 +44,11 @@ class TrainingSpec:
     evaluate_every: int
     seed: int
 
+    def __post_init__(self) -> None:
+        for key in ("draft_vocab_size", "unroll", "epochs", "batch", "length", "warmup_steps", "evaluate_every"):
+            if getattr(self, key) < 1:
+                raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -91,6 +96,8 @@ class Trainer:
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
         if len(files) < 2:
             raise UserError("training needs at least two corpus shards, one of them held out: raise synthesis.tokens")
+        if spec.draft_vocab_size > target.vocab_size:
+            raise UserError(f"training.draft_vocab_size={spec.draft_vocab_size}: the target has {target.vocab_size}")
         self.target, self.spec = target, spec
         self.files, self.held_out = files[:-1], files[-1:]
         self.device = target.model.norm.weight.device

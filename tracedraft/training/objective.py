@@ -36,11 +36,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """One chain step: ``loss`` averaged over all B*T positions; correct and counted positions."""
+    """One chain step: ``loss`` averaged over all B*T positions, and how many counted ones are right."""
 
     loss: Tensor
     correct: Tensor
-    counted: Tensor
 
 
 def teacher_of(logits: Tensor, model: Eagle3) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,7 @@ def _step_loss(logits: Tensor, teacher: Tensor, counts: Tensor, positions: int) 
     entropy = torch.logsumexp(logits, dim=-1) - (teacher * logits).sum(dim=-1)
     with torch.no_grad():
         correct = (counts * (logits.argmax(dim=-1) == teacher.argmax(dim=-1))).sum()
-    return StepLoss((counts * entropy).sum() / positions, correct, counts.sum())
+    return StepLoss((counts * entropy).sum() / positions, correct)
 
 
 def weighted(losses: list[StepLoss], decay: float) -> Tensor:

@@ -43,6 +43,11 @@ class SynthesisSpec:
     plain_share: float
     system_share: float
 
+    def __post_init__(self) -> None:
+        for key in ("tokens", "batch", "length"):
+            if getattr(self, key) < 1:
+                raise UserError(f"synthesis.{key}={getattr(self, key)}: expected at least 1")
+
 
 @dataclass(frozen=True)
 class Template:
