@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, Update
+from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Update
 
 
 class Target(ABC):
@@ -67,6 +68,18 @@ class Draft(ABC):
     @abstractmethod
     def propose(self, length: int) -> Proposal:
         """Draft ``length`` tokens after the last true slot. Leaves no trace in the KV cache."""
+
+
+class DraftSpec(ABC):
+    name: str
+
+    @abstractmethod
+    def check(self, shape: TargetShape) -> None:
+        """Raises UserError when the draft does not fit; called before any weights are loaded."""
+
+    @abstractmethod
+    def build(self, target: Any) -> tuple[Draft, dict[str, str | None]]:
+        """A fresh draft for the loaded target, and its provenance: origin and sha256."""
 
 
 class InnerAdapter(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft
+from tracedraft.interfaces import Draft, DraftSpec
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
 from tracedraft.target import DTYPES, LlamaTarget
@@ -71,7 +71,7 @@ class Eagle3Draft(Draft):
 
 
 @dataclass(frozen=True)
-class Eagle3Spec:
+class Eagle3Spec(DraftSpec):
     """An EAGLE-3 checkpoint folder; a name without a slash ships with the package."""
 
     name: str
@@ -110,7 +110,7 @@ class Eagle3Spec:
 
 
 @dataclass(frozen=True)
-class LogitLensSpec:
+class LogitLensSpec(DraftSpec):
     """An untrained EAGLE-3 draft that reads the target's last tap through the target's own head."""
 
     name: str
