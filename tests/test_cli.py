@@ -234,7 +234,7 @@ def test_an_unknown_key_is_named(refused):
         (["target.device=tpu9"], ["target.device='tpu9'", "cuda"]),
         (["target.dtype=int3"], ["target.dtype='int3'", "bfloat16"]),
         (["target=llama", "target.drafts.eagle3=x"], ["target.path"]),
-        (["draft=eagle3"], ["target.drafts.eagle3"]),
+        (["draft=eagle3"], ["draft.path", "draft=tiny"]),
         (["draft=eagle3", "draft.path=no/such"], ["draft.path='no/such'", "tracedraft.train"]),
     ],
 )

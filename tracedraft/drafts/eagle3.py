@@ -84,7 +84,9 @@ class Eagle3Spec(DraftSpec):
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.path is None:
-            raise UserError("draft.path is not set, and the target names no eagle3 draft: draft.path=FOLDER")
+            raise UserError(
+                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER, or draft=tiny for a dry run"
+            )
         if not self.folder.is_dir():
             raise UserError(
                 f"draft.path={self.path!r}: no such folder (a name without a slash ships with the package, "

@@ -43,7 +43,7 @@ class TinyTargetSpec:
     device: str
     dtype: str
     context: int
-    drafts: dict[str, str]
+    drafts: dict[str, str | None]
 
     def shape(self) -> TargetShape:
         return TargetShape(HIDDEN, len(byte_tokenizer()), 3)
