@@ -85,7 +85,8 @@ class Eagle3Spec(DraftSpec):
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.path is None:
             raise UserError(
-                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER, or draft=tiny for a dry run"
+                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER, "
+                "or draft=tiny for a dry run"
             )
         if not self.folder.is_dir():
             raise UserError(
