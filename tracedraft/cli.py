@@ -18,8 +18,8 @@ from tracedraft.errors import UserError
 
 USAGE = """usage: tracedraft COMMAND [overrides]
 
-  run      measure a learner: tracedraft run workload=mtbench adapter=persistent
-           over several:      tracedraft run -m workload=aime24,mtbench adapter=reset,persistent
+  run      measure a learner: tracedraft run workload=sample_chat adapter=persistent
+           over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
   train    train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3
   prepare  fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 

@@ -33,6 +33,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self.bar.start()
+        if not self.live:
+            self.console.print(f"{self.label}: {self.total} conversations", highlight=False)
         return self
 
     def __exit__(self, *_: object) -> None:

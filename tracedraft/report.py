@@ -89,7 +89,7 @@ class SweepTable(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        if (folder / "multirun.yaml").exists():
+        if any(folder.glob("*/conversations.jsonl")):
             print(f"error: {folder} already holds a sweep: choose another hydra.sweep.dir", file=sys.stderr)
             raise SystemExit(2)
         _make(folder, "hydra.sweep.dir")
