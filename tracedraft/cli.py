@@ -18,10 +18,12 @@ from tracedraft.errors import UserError
 
 USAGE = """usage: tracedraft COMMAND [overrides]
 
-  run      measure a learner: tracedraft run workload=sample_chat adapter=persistent
-           over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
-  train    train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3
-  prepare  fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
+  run         measure a learner: tracedraft run workload=sample_chat adapter=persistent
+              over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
+  train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
+  eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
+              tracedraft eval-draft draft.path=FOLDER workload=sample_chat
+  prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
 
@@ -32,7 +34,7 @@ class OneLine(CompactHydraException):
 
 def main() -> None:
     """The console script."""
-    commands = {"run": run, "train": train, "prepare": prepare}
+    commands = {"run": run, "train": train, "eval-draft": eval_draft, "prepare": prepare}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
         print(USAGE, file=sys.stdout if helped else sys.stderr)
@@ -82,6 +84,15 @@ def train(cfg: DictConfig) -> None:
     from tracedraft.training.command import train_draft
 
     _plainly(lambda: train_draft(cfg, Path(cfg.out)))
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="eval-draft")
+def eval_draft(cfg: DictConfig) -> None:
+    """Acceptance and cost of a draft that does not learn: the first check of a downloaded checkpoint."""
+    _quiet()
+    from tracedraft.evaluate import evaluate_draft
+
+    _plainly(lambda: evaluate_draft(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")

@@ -158,7 +158,8 @@ def stream(
 ) -> list[dict[str, Any]]:
     """Serve the conversations in order; each record is on disk before it is mirrored."""
     done = []
-    warm_up(bench, arms, conversations)
+    for arm in arms:
+        warm_up(bench, arm.draft, conversations)
     with progress:
         for index, conversation in enumerate(conversations):
             record = converse(bench, arms, conversation, index, progress.response)
@@ -169,8 +170,8 @@ def stream(
     return done
 
 
-def warm_up(bench: Bench, arms: list[Arm], conversations: list[Conversation]) -> None:
-    """A short untimed answer by each draft, or the first arm would pay for what both need."""
+def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> None:
+    """A short untimed answer, or the first arm would pay for what all need."""
     prompts = (
         chat.encode(bench.served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
         for conversation in conversations
@@ -178,16 +179,7 @@ def warm_up(bench: Bench, arms: list[Arm], conversations: list[Conversation]) ->
     prompt = next((prompt for prompt in prompts if len(prompt) < bench.served.target.context), None)
     spec = dataclasses.replace(bench.decode, max_new_tokens=min(WARM_UP_TOKENS, bench.decode.max_new_tokens))
     if prompt is not None:
-        for arm in arms:
-            respond(
-                bench.served.target,
-                arm.draft,
-                FixedSpec("fixed").build(None, 0),
-                prompt,
-                spec,
-                0,
-                bench.meter,
-            )
+        respond(bench.served.target, draft, FixedSpec("fixed").build(None, 0), prompt, spec, 0, bench.meter)
 
 
 def converse(

@@ -138,7 +138,7 @@ def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3
     model = eagle3.Eagle3(shape)
     model.set_vocab(torch.arange(draft_vocab_size))
     generator = torch.Generator().manual_seed(seed)
-    eagle3.pass_through(
+    eagle3.start_from(
         model, target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu(), generator
     )
     return model.requires_grad_(False).eval()

@@ -72,13 +72,14 @@ class KVCache:
         self.keys = [like.new_zeros(shape) for _ in range(layers)]
         self.values = [like.new_zeros(shape) for _ in range(layers)]
 
-    def upto(self, rows: int) -> KVCache:
-        """The same memory, seen up to ``rows``: for passes that need not round alike, as training's."""
-        seen = copy(self)
-        seen.capacity = min(rows, self.capacity)
-        seen.keys = [keys[:, :, : seen.capacity] for keys in self.keys]
-        seen.values = [values[:, :, : seen.capacity] for values in self.values]
-        return seen
+    def grown(self, capacity: int) -> KVCache:
+        """The same rows with room for ``capacity``: for passes that need not round alike, as training's."""
+        larger = copy(self)
+        larger.capacity = capacity
+        room = (0, 0, 0, capacity - self.capacity)
+        larger.keys = [F.pad(keys, room) for keys in self.keys]
+        larger.values = [F.pad(values, room) for values in self.values]
+        return larger
 
     @staticmethod
     def bytes_per_row(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -90,6 +91,14 @@ def causal_mask(start: int, width: int, capacity: int, groups: int, like: Tensor
     rows = torch.arange(start, start + width, device=like.device)
     hidden = torch.arange(capacity, device=like.device) > rows[:, None]
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
+
+
+def few_queries(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of q [B, heads, few, E], twice as fast as the fused CPU kernel in lock-step generation."""
+    # keys on the left: as the tall operand they are read in their own order
+    scores = (keys @ q.transpose(-1, -2)).transpose(-1, -2).float() * q.shape[-1] ** -0.5
+    weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+    return weights.to(values.dtype) @ values
 
 
 class RMSNorm(nn.Module):
@@ -124,7 +133,10 @@ class Attention(nn.Module):
         """
         batch, _, width, _ = q.shape
         folded = q.reshape(batch, self.kv_heads, -1, self.head_dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        if q.device.type == "cpu" and batch > 1 and width == 1:
+            out = few_queries(folded, keys, values, mask)
+        else:
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         out = out.view(batch, self.heads, width, self.head_dim).transpose(1, 2)
         return self.o_proj(out.reshape(batch, width, -1))
 

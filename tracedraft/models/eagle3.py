@@ -181,20 +181,24 @@ def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
     weights.write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
 
 
-def pass_through(model: Eagle3, head: Tensor, norm: Tensor, generator: torch.Generator) -> None:
-    """Start as a logit lens: ``fc`` hands the last tap through to the target's own norm and head.
+def start_from(
+    model: Eagle3, head: Tensor, norm: Tensor, generator: torch.Generator, pass_through: bool = True
+) -> None:
+    """Random weights, but for the target's own norm and head.
 
     Args:
         head: [V, H] the target's head; norm: [H] its final norm gain.
+        pass_through: start as a logit lens, ``fc`` handing the last tap through.
     """
     size = model.config.layer.hidden_size
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        model.fc.weight.mul_(0.1)
-        model.fc.weight[:, -size:] += torch.eye(size)
-        model.midlayer.self_attn.o_proj.weight.mul_(0.1)
-        model.midlayer.mlp.down_proj.weight.mul_(0.1)
+        if pass_through:
+            model.fc.weight.mul_(0.1)
+            model.fc.weight[:, -size:] += torch.eye(size)
+            model.midlayer.self_attn.o_proj.weight.mul_(0.1)
+            model.midlayer.mlp.down_proj.weight.mul_(0.1)
         model.norm.weight.copy_(norm)
         model.lm_head.weight.copy_(head[model.vocab])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -13,58 +15,103 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from tracedraft.config import build_spec, plain
 from tracedraft.errors import UserError
 from tracedraft.models.weights import write_atomically
-from tracedraft.training import loop, synthesis
+from tracedraft.target import Served
+from tracedraft.training import corpus, loop
 
 
-def keep_settings(folder: Path, settings: dict) -> None:
-    """Raises UserError when the folder holds a corpus or a training made with other settings."""
+def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
+    """Raises UserError when the folder holds what was made with other settings."""
     file = folder / "settings.json"
-    if file.exists() and json.loads(file.read_text()) != settings:
-        raise UserError(f"{folder} holds a training with other settings ({file}): choose another out=FOLDER")
+    if file.exists() and (kept := json.loads(file.read_text())) != settings:
+        raise UserError(f"{folder} was made with other settings ({', '.join(differing(kept, settings))}): {instead}")
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"))
 
 
+def differing(a: Any, b: Any, key: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in sorted(a | b) for d in differing(a.get(k), b.get(k), f"{key}.{k}".lstrip("."))]
+    return [] if a == b else [f"{key}={json.dumps(a)}, now {json.dumps(b)}"]
+
+
 def train_draft(cfg: DictConfig, folder: Path) -> None:
-    """Synthesise what is missing of the corpus in ``folder``, then train; the draft is in ``folder/draft``.
+    """Write what is missing of the corpus, then train; the best draft is in ``folder/draft``.
 
     Raises:
         UserError: a draft kind that cannot be trained, or too little disk.
     """
     if cfg.draft.name != "eagle3":
         raise UserError(f"draft={cfg.draft.name!r} has no trainer: choose draft=eagle3")
-    text: synthesis.SynthesisSpec = build_spec(cfg.synthesis, "synthesis")
+    text: corpus.TextSpec = build_spec(cfg.text, "text")
     spec: loop.TrainingSpec = build_spec(cfg.training, "training")
     if text.length % spec.length:
-        raise UserError(f"training.length={spec.length} does not divide synthesis.length={text.length}")
+        raise UserError(f"training.length={spec.length} does not divide text.length={text.length}")
+    if spec.init is not None and not Path(spec.init).is_dir():
+        raise UserError(f"training.init={spec.init}: no such folder")
     target_spec = build_spec(cfg.target, "target")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     served = target_spec.build()
-    keep_settings(folder, {"target": served.provenance, "synthesis": plain(text), "training": plain(spec)})
+    made = plain(text)
+    source = {name: value for name, value in made.items() if name != "tokens"}
+    keep_settings(Path(cfg.corpus), {"target": served.provenance, "text": source}, "choose another corpus=FOLDER")
+    settings = {"target": served.provenance, "text": made, "training": plain(spec)}
+    keep_settings(folder, settings, "choose another out=FOLDER; corpus=FOLDER and training.init=FOLDER carry over")
     console = Console(stderr=True)
-    with Progress(
-        *Progress.get_default_columns()[:2],
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
-        corpus = folder / "corpus"
-        task = bar.add_task("synthesis", total=text.tokens, note="")
-        for written in synthesis.synthesise(served, text, corpus):
-            bar.advance(task, written)
-        trainer = loop.Trainer(served.target, synthesis.shards(corpus), spec)
-        trainer.resume(folder)
-        task = bar.add_task("training", total=trainer.steps, completed=trainer.step, note="")
-        notes: list[str] = []
-
-        def report(done: loop.Progress) -> None:
-            if done.held_out is not None:
-                held_out = " ".join(f"{share:.3f}" for share in done.held_out)
-                notes[:] = [f"held-out accuracy by depth {held_out}"]
-                line = f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {notes[0]}"
-                bar.console.print(line, highlight=False)
-            bar.update(task, completed=done.step, note=f"loss {done.loss:.3f}  {''.join(notes)}")
-
-        trainer.run(folder, report)
+    columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        write_corpus(served, text, Path(cfg.corpus), cfg.paths.data, bar)
+        train(served, corpus.shards(Path(cfg.corpus)), spec, folder, bar)
     print(f"draft: {folder / 'draft'}")
+
+
+def write_corpus(served: Served, text: corpus.TextSpec, folder: Path, benchmarks: str | None, bar: Progress) -> None:
+    prompts = corpus.benchmark_prompts(Path(benchmarks) if benchmarks else None)
+    total = len(text.makers(served)) * text.batch * text.length
+    have = len(corpus.shards(folder)) * text.batch * text.length
+    task = bar.add_task("corpus", total=total, completed=min(have, total), note="tokens")
+    for written in corpus.write(served, text, folder, prompts):
+        bar.advance(task, written)
+
+
+def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Path, bar: Progress) -> None:
+    trainer = loop.Trainer(served.target, files, spec)
+    trainer.resume(folder)
+    task = bar.add_task("training", total=trainer.steps, completed=trainer.step, note="")
+    began, held_out = time.monotonic(), ""
+
+    def report(done: loop.Progress) -> None:
+        nonlocal held_out
+        if done.held_out is not None:
+            point = curve_point(done, time.monotonic() - began)
+            with (folder / "curve.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(point) + "\n")
+            held_out = f"held-out tau {show(point['tau_greedy'])} greedy, {show(point['tau_sampled'])} sampled"
+            bar.console.print(f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {held_out}", highlight=False)
+        bar.update(task, completed=done.step, note=f"loss {done.loss:.3f}  {held_out}")
+
+    trainer.run(folder, report)
+    if trainer.step < trainer.steps:
+        print(f"stopped early: {spec.patience} checks without a better tau than {trainer.best:.3f}")
+
+
+def curve_point(done: loop.Progress, seconds: float) -> dict[str, Any]:
+    """One line of ``curve.jsonl``; ``seconds`` since this sitting began."""
+    assert done.held_out is not None
+    greedy, sampled = done.held_out.greedy, done.held_out.sampled
+    return {
+        "step": done.step,
+        "tokens": done.tokens,
+        "seconds": round(seconds, 1),
+        "loss": done.loss,
+        "tau": done.held_out.tau,
+        "tau_greedy": greedy.tau,
+        "tau_sampled": sampled.tau,
+        "acceptance_greedy": greedy.acceptance,
+        "acceptance_sampled": sampled.acceptance,
+        "coverage": sampled.coverage,
+    }
+
+
+def show(value: float | None) -> str:
+    return "—" if value is None else f"{value:.3f}"

@@ -11,12 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tracedraft.drafts.eagle3 import check_fit
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.models.weights import write_atomically
 from tracedraft.target import LlamaTarget
-from tracedraft.training import synthesis
-from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test, weighted
+from tracedraft.training.corpus import read_shard, rows_of
+from tracedraft.training.objective import OBJECTIVES, Batch, teacher_of_hidden, training_time_test, weighted
+from tracedraft.training.replay import Tally, hits, replay
+
+CHAIN = 5  # depth of the held-out replay: decode=chain's own
+
+
+OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -25,29 +32,67 @@ class TrainingSpec:
 
     Attributes:
         draft_vocab_size: the most frequent tokens of the corpus.
+        fc_norm: norm each tap before ``fc``.
+        pass_through: start ``fc`` as a pass-through of the last tap.
+        init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
+        loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
-        lr, warmup_steps: peak of a cosine schedule that ends at a tenth of it.
+        optimizer: "adamw", or "muon" for the layer's matrices and AdamW for head and norms.
+        lr, warmup_steps, final_lr: peak of a cosine schedule, and the share of it that it ends at.
         evaluate_every: optimiser steps between held-out checks and checkpoints.
+        held_out_tokens: replayed at each check.
+        patience: checks without a better tau before training stops; None: never.
     """
 
     draft_vocab_size: int
+    fc_norm: bool
+    pass_through: bool
+    init: str | None
+    loss: str
     unroll: int
     decay: float
     epochs: int
     batch: int
     length: int
+    optimizer: str
     lr: float
     warmup_steps: int
+    final_lr: float
+    betas: tuple[float, float]
     clip: float
     weight_decay: float
     evaluate_every: int
+    held_out_tokens: int
+    patience: int | None
     seed: int
 
     def __post_init__(self) -> None:
-        for key in ("draft_vocab_size", "unroll", "epochs", "batch", "length", "warmup_steps", "evaluate_every"):
+        counts = ("draft_vocab_size", "unroll", "epochs", "batch", "length", "warmup_steps", "evaluate_every")
+        for key in (*counts, "held_out_tokens"):
             if getattr(self, key) < 1:
                 raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
+        for key, choices in (("loss", tuple(OBJECTIVES)), ("optimizer", OPTIMIZERS)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"training.{key}={getattr(self, key)}: expected one of {', '.join(choices)}")
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"training.patience={self.patience}: expected at least 1, or null for no early stop")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Replay of the held-out answers as chains of five, by how the target wrote them."""
+
+    greedy: Tally
+    sampled: Tally
+
+    @property
+    def tau(self) -> float:
+        """Pooled over both kinds: what early stopping goes by."""
+        both = Tally(CHAIN)
+        both.add(self.greedy)
+        both.add(self.sampled)
+        return both.tau or 1.0
 
 
 @dataclass(frozen=True)
@@ -56,65 +101,74 @@ class Progress:
     steps: int
     tokens: int
     loss: float
-    held_out: list[float] | None
+    held_out: HeldOut | None
+    best: float
 
 
 def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozenset[int]) -> Tensor:
     """The ``size`` most frequent next tokens of the corpus, ascending; ``always`` are among them."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for file in files:
-        shard = synthesis.read_shard(file)
+        shard = read_shard(file)
         counts += torch.bincount(shard["argmax"].flatten(), minlength=vocab_size)
         counts += torch.bincount(shard["tokens"].flatten(), minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return torch.topk(counts, size).indices.sort().values
 
 
-def new_draft(target: LlamaTarget, vocab: Tensor, seed: int) -> eagle3.Eagle3:
-    """One layer of the target's own width, started as a pass-through of the last tap, each tap normed."""
+def new_draft(target: LlamaTarget, vocab: Tensor, spec: TrainingSpec) -> eagle3.Eagle3:
+    """One layer of the target's own width, its head and norm started from the target's."""
     layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
     size = layer.hidden_size
-    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(target.taps), fc_norm=True))
+    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(target.taps), spec.fc_norm))
     model.set_vocab(vocab)
     head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
-    eagle3.pass_through(model, head, norm, torch.Generator().manual_seed(seed))
+    eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)
     return model
 
 
 def batches(files: list[Path], spec: TrainingSpec, rng: torch.Generator) -> Iterator[dict[str, Tensor]]:
     """Every row of every shard once, cut to ``length`` tokens, in random order."""
     for index in torch.randperm(len(files), generator=rng).tolist():
-        shard = synthesis.read_shard(files[index])
-        rows = {n: t.unflatten(1, (-1, min(spec.length, t.shape[1]))).flatten(0, 1) for n, t in shard.items()}
+        shard = read_shard(files[index])
+        del shard["greedy"]
+        rows = {n: t.unflatten(1, (-1, spec.length)).flatten(0, 1) for n, t in shard.items()}
         for picked in torch.randperm(len(rows["tokens"]), generator=rng).split(spec.batch):
             yield {name: tensor[picked] for name, tensor in rows.items()}
 
 
 class Trainer:
-    """Training state: model, optimiser and position in the schedule; ``save`` and ``resume`` keep all three."""
+    """Training state: model, optimisers and position in the schedule; ``save`` and ``resume`` keep all of it."""
 
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
         if len(files) < 2:
-            raise UserError("training needs at least two corpus shards, one of them held out: raise synthesis.tokens")
+            raise UserError("training needs at least two corpus shards, one of them held out: raise text.tokens")
         if spec.draft_vocab_size > target.vocab_size:
             raise UserError(f"training.draft_vocab_size={spec.draft_vocab_size}: the target has {target.vocab_size}")
         self.target, self.spec = target, spec
-        self.files, self.held_out = files[:-1], files[-1:]
+        self.files, self.held_out = files[1:], files[:1]
         self.device = target.model.norm.weight.device
-        vocab = corpus_vocab(self.files, spec.draft_vocab_size, target.vocab_size, target.eos_ids)
-        self.model = new_draft(target, vocab, spec.seed).to(self.device)
+        self.model = self._draft().to(self.device).requires_grad_(True)
         self.embedding = target.model.embed_tokens.weight.float()
         self.head = target.model.lm_head.weight[self.model.vocab]
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
-        )
-        rows = [synthesis.read_shard(f)["tokens"].numel() // spec.length for f in self.files]
+        self.optimizers = optimizers(self.model, spec)
+        rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
-        self.step = 0
+        self.step, self.best, self.worse = 0, 0.0, 0
+
+    def _draft(self) -> eagle3.Eagle3:
+        if self.spec.init is None:
+            ends = self.target.eos_ids
+            vocab = corpus_vocab(self.files, self.spec.draft_vocab_size, self.target.vocab_size, ends)
+            return new_draft(self.target, vocab, self.spec)
+        folder = Path(self.spec.init)
+        check_fit(eagle3.read_config(folder), self.target.shape, folder)
+        return eagle3.load(folder, torch.float32, "cpu")
 
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / self.spec.warmup_steps)
-        return self.spec.lr * warm * (0.55 + 0.45 * math.cos(math.pi * self.step / self.steps))
+        fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.steps)
+        return self.spec.lr * warm * (self.spec.final_lr + (1 - self.spec.final_lr) * fall)
 
     def batch(self, raw: dict[str, Tensor]) -> Batch:
         """Teacher logits are recomputed from the cached final hidden states, over the draft vocabulary."""
@@ -124,65 +178,96 @@ class Trainer:
             taps=raw["taps"].float(),
             teacher=teacher_of_hidden(raw["hidden"], self.head),
             in_vocab=self.model.t2d[raw["argmax"].long()],
-            counts=torch.ones_like(raw["tokens"], dtype=torch.float32),
+            counts=raw["counts"].float(),
         )
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps or (self.spec.patience is not None and self.worse >= self.spec.patience)
+
     def run(self, folder: Path, report: Callable[[Progress], None]) -> None:
-        tokens = 0
-        while self.step < self.steps:
-            epoch = self.step * self.spec.epochs // self.steps
-            rng = torch.Generator().manual_seed(self.spec.seed * 1000 + epoch)
-            done = self.step % (self.steps // self.spec.epochs)
-            for raw in itertools.islice(batches(self.files, self.spec, rng), done, None):
+        tokens, each = 0, self.steps // self.spec.epochs
+        while not self.finished:
+            rng = torch.Generator().manual_seed(self.spec.seed * 1000 + self.step // each)
+            for raw in itertools.islice(batches(self.files, self.spec, rng), self.step % each, None):
                 loss = self._optimise(self.batch(raw))
                 tokens += raw["tokens"].numel()
                 self.step += 1
                 due = self.step % self.spec.evaluate_every == 0 or self.step >= self.steps
-                held_out = self.evaluate() if due else None
-                if due:
-                    self.save(folder)
-                report(Progress(self.step, self.steps, tokens, loss, held_out))
-                if self.step >= self.steps:
+                held_out = self.keep_best(folder) if due else None
+                report(Progress(self.step, self.steps, tokens, loss, held_out, self.best))
+                if self.finished:
                     return
 
     def _optimise(self, batch: Batch) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = weighted(training_time_test(self.model, self.embedding, batch, self.spec.unroll), self.spec.decay)
-        self.optimizer.zero_grad()
+            steps = training_time_test(self.model, self.embedding, batch, self.spec.unroll, self.spec.loss)
+            loss = weighted(steps, self.spec.decay)
+        self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return float(loss.detach())
 
     @torch.no_grad()
-    def evaluate(self) -> list[float]:
-        """Share of held-out positions, whether in the vocabulary or not, that each chain step gets right."""
-        correct, seen = torch.zeros(self.spec.unroll), 0
-        rng = torch.Generator().manual_seed(0)
-        for i, raw in enumerate(batches(self.held_out, self.spec, rng)):
-            if i * self.spec.batch * self.spec.length >= 8192:
-                break
+    def evaluate(self) -> HeldOut:
+        kinds = {False: Tally(CHAIN), True: Tally(CHAIN)}
+        shard = read_shard(self.held_out[0])
+        rows = max(1, self.spec.held_out_tokens // shard["tokens"].shape[1])
+        for some in torch.arange(min(rows, len(shard["tokens"]))).split(8):
+            tokens, taps = shard["tokens"][some].to(self.device).long(), shard["taps"][some].to(self.device).float()
             with torch.autocast(self.device.type, torch.bfloat16):
-                steps = training_time_test(self.model, self.embedding, self.batch(raw), self.spec.unroll)
-            correct += torch.stack([step.correct for step in steps]).cpu()
-            seen += raw["tokens"].numel()
-        return (correct / seen).tolist()
+                right = hits(self.model, self.embedding, tokens, taps, CHAIN)
+            sayable = self.model.t2d[tokens].cpu()
+            for i, row in enumerate(some.tolist()):
+                tally = replay(right[:, i], shard["answer"][row].tolist())
+                tally.tokens = int(shard["answer"][row].sum())
+                tally.sayable = int((sayable[i] & shard["answer"][row]).sum())
+                kinds[bool(shard["greedy"][row])].add(tally)
+        return HeldOut(kinds[True], kinds[False])
 
-    def save(self, folder: Path) -> None:
+    def keep_best(self, folder: Path) -> HeldOut:
+        """Evaluate, write the draft if it is the best so far, and the state in any case."""
+        held_out = self.evaluate()
+        better = held_out.tau > self.best
+        self.best, self.worse = max(self.best, held_out.tau), 0 if better else self.worse + 1
+        if better:
+            eagle3.save(self.model, folder / "draft", torch.bfloat16)
         state = {
             "step": self.step,
+            "best": self.best,
+            "worse": self.worse,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
-        eagle3.save(self.model, folder / "draft", torch.bfloat16)
+        return held_out
 
     def resume(self, folder: Path) -> None:
         path = folder / "state.pt"
         if path.exists():
             state = torch.load(path, weights_only=True)
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
+            self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+
+
+def optimizers(model: eagle3.Eagle3, spec: TrainingSpec) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon (orthogonalised momentum, its step of AdamW's size) for the layer's matrices."""
+    inner = [p for n, p in model.named_parameters() if p.dim() == 2 and n != "lm_head.weight"]
+    muon = inner if spec.optimizer == "muon" else []
+    chosen = {id(p) for p in muon}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    built: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+    ]
+    if muon:
+        built.append(
+            torch.optim.Muon(muon, lr=spec.lr, weight_decay=spec.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return built

@@ -7,6 +7,7 @@ teacher is the target's distribution after token i+1+k.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from tracedraft.models.decoder import Attention, Rope, rope_frequencies
 from tracedraft.models.eagle3 import Eagle3
+
+ROWS = 256  # of logits at a time: 256 x 8,192 in fp32 stay within a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ def teacher_of(logits: Tensor, model: Eagle3) -> tuple[Tensor, Tensor]:
 
 
 def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
-    """Teacher probabilities [..., D] of final hidden states [..., H] and the head's draft rows [D, H]."""
-    return torch.nn.functional.linear(hidden, head).float().softmax(dim=-1)
+    """Teacher probabilities [..., D], at the precision of final hidden states [..., H] and head rows [D, H]."""
+    return torch.nn.functional.linear(hidden, head).softmax(dim=-1)
 
 
 def chain_attention(
@@ -70,43 +73,100 @@ def chain_attention(
     return attention.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def training_time_test(model: Eagle3, embedding: Tensor, batch: Batch, steps: int) -> list[StepLoss]:
-    """Soft cross-entropy of each chain step.
+def chain(model: Eagle3, embedding: Tensor, tokens: Tensor, taps: Tensor, steps: int) -> Iterator[Tensor]:
+    """Pre-norm outputs [B, T-1-k, H] of each chain step k from every slot, tokens given.
 
     Args:
         embedding: [V, H] the target's token embeddings, frozen.
     """
     layer, shape = model.midlayer, model.config.layer
-    total, length = batch.tokens.shape
-    rope = Rope(
-        rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling).to(embedding.device),
-        length + steps,
-        torch.float32,
-    )
+    length = tokens.shape[1]
+    frequencies = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling).to(embedding.device)
+    rope = Rope(frequencies, length + steps, torch.float32)
     hidden = torch.ones(length, length, dtype=torch.bool, device=embedding.device).triu(1)
-    features = model.fuse(batch.taps)
-    keys, values, losses = [], [], []
+    features = model.fuse(taps)
+    keys, values = [], []
     for k in range(steps):
         n = length - 1 - k
         features = features[:, :n]
-        embedded = torch.nn.functional.embedding(batch.tokens[:, 1 + k : 1 + k + n], embedding)
+        embedded = torch.nn.functional.embedding(tokens[:, 1 + k :], embedding)
         at = rope.cos[k : k + n], rope.sin[k : k + n]
         q, key, value = layer.self_attn.project(layer.attention_input(embedded, features), at)
         keys.append(key)
         values.append(value)
         features = layer.finish(features, chain_attention(layer.self_attn, q, keys, values, hidden))
-        logits = model.lm_head(model.norm(features)).float()
-        counts = batch.counts[:, k : k + n] * batch.in_vocab[:, 1 + k : 1 + k + n]
-        losses.append(_step_loss(logits, batch.teacher[:, 1 + k : 1 + k + n], counts, total * length))
+        yield features
+
+
+def training_time_test(
+    model: Eagle3, embedding: Tensor, batch: Batch, steps: int, objective: str = "ce"
+) -> list[StepLoss]:
+    """Loss of each chain step, over the positions that count and whose target choice the draft can say."""
+    losses = []
+    for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, steps)):
+        n = features.shape[1]
+        counts = batch.counts[:, k : k + n] * batch.in_vocab[:, 1 + k :]
+        loss, right = HeadLoss.apply(
+            model.norm(features).flatten(0, 1),
+            model.lm_head.weight,
+            batch.teacher[:, 1 + k :].flatten(0, 1),
+            counts.flatten() / batch.tokens.numel(),
+            OBJECTIVES[objective],
+        )
+        losses.append(StepLoss(loss, (counts.flatten() * right).sum()))
     return losses
 
 
-def _step_loss(logits: Tensor, teacher: Tensor, counts: Tensor, positions: int) -> StepLoss:
-    # the teacher sums to one, so log-softmax needs no [B, n, D] tensor of its own
-    entropy = torch.logsumexp(logits, dim=-1) - (teacher * logits).sum(dim=-1)
-    with torch.no_grad():
-        correct = (counts * (logits.argmax(dim=-1) == teacher.argmax(dim=-1))).sum()
-    return StepLoss((counts * entropy).sum() / positions, correct)
+def cross_entropy(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Soft cross-entropy [n] of logits [n, D] against probabilities [n, D], and its gradient."""
+    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+    loss = normaliser[:, 0] - (teacher * logits).sum(dim=1)
+    return loss, (logits - normaliser).exp_().sub_(teacher)
+
+
+def acceptance(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """-log Σ min(p, q), what rejection sampling accepts ("LK loss"), and its gradient."""
+    p = logits.softmax(dim=1)
+    accepted = torch.minimum(p, teacher).sum(dim=1, keepdim=True)
+    kept = p * (p < teacher)
+    return -accepted[:, 0].log(), (p * kept.sum(dim=1, keepdim=True) - kept) / accepted
+
+
+Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+OBJECTIVES: dict[str, Objective] = {"ce": cross_entropy, "lk": acceptance}
+
+
+class HeadLoss(torch.autograd.Function):
+    """Σ counts · objective(x Wᵀ, teacher), its gradient made on the way so that no [n, D] tensor in fp32 is kept.
+
+    The products run at autocast's precision where it is on. Second output: [n] whether the draft's argmax is
+    the teacher's.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, teacher: Tensor, counts: Tensor, objective: Objective):
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        ctx.dtypes = x.dtype, weight.dtype
+        with torch.autocast(kind, enabled=False):
+            x, weight = x.to(dtype), weight.to(dtype)
+            gradient = x.new_empty(len(x), len(weight))
+            losses, right = [], []
+            for some, share, taught, into in zip(
+                x.split(ROWS), counts.split(ROWS), teacher.split(ROWS), gradient.split(ROWS), strict=True
+            ):
+                logits, taught = (some @ weight.T).float(), taught.float()
+                right.append(logits.argmax(dim=1) == taught.argmax(dim=1))
+                loss, slope = objective(logits, taught)
+                losses.append((share * loss).sum())
+                into.copy_(slope.mul_(share[:, None]))
+            ctx.save_for_backward(gradient @ weight, gradient.T @ x)
+        return torch.stack(losses).sum(), torch.cat(right)
+
+    @staticmethod
+    def backward(ctx, scale: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_x, of_weight = ctx.saved_tensors
+        return scale * of_x.to(ctx.dtypes[0]), scale * of_weight.to(ctx.dtypes[1]), None, None, None
 
 
 def weighted(losses: list[StepLoss], decay: float) -> Tensor:

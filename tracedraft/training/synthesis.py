@@ -2,30 +2,30 @@
 
 Rows advance in lock-step, one token a pass, so that a batch needs no padding and no attention boundaries:
 a row whose turn ends is fed the template's next role header and goes on. The hidden states that EAGLE-3
-learns from fall out of the same passes and are cached; logits would be twenty times larger.
+learns from fall out of the same passes.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
-from tracedraft.models.weights import write_atomically
 from tracedraft.target import Served
+from tracedraft.training.corpus import Maker, TextSpec
+
+GROWTH = 64  # rows by which the cache grows, so that early passes do not attend over empty ones
 
 
 @dataclass(frozen=True)
-class SynthesisSpec:
+class SynthesisSpec(TextSpec):
     """What text to synthesise.
 
     Attributes:
@@ -35,8 +35,6 @@ class SynthesisSpec:
     """
 
     tokens: int
-    batch: int
-    length: int
     seed: int
     question_temperature: float
     answer_temperature: float
@@ -44,9 +42,20 @@ class SynthesisSpec:
     system_share: float
 
     def __post_init__(self) -> None:
-        for key in ("tokens", "batch", "length"):
-            if getattr(self, key) < 1:
-                raise UserError(f"synthesis.{key}={getattr(self, key)}: expected at least 1")
+        super().__post_init__()
+        if self.tokens < 1:
+            raise UserError(f"text.tokens={self.tokens}: expected at least 1")
+
+    def makers(self, served: Served) -> list[Maker]:
+        count = -(-self.tokens // (self.batch * self.length))
+        return [partial(self._shard, served, index) for index in range(count)]
+
+    def _shard(self, served: Served, index: int) -> Generator[int, None, dict[str, Tensor]]:
+        writer = _Writer(served, self, random.Random(f"{self.seed}/{index}"), self.seed * 100_003 + index)
+        for _ in range(self.length):
+            writer.step()
+            yield self.batch
+        return writer.shard()
 
 
 @dataclass(frozen=True)
@@ -55,46 +64,6 @@ class Template:
 
     to_answer: list[int]
     to_question: list[int]
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("shard-*.safetensors"))
-
-
-def read_shard(path: Path) -> dict[str, Tensor]:
-    """tokens and argmax (the target's own next token) [B, T] int32, answer [B, T] bool; at the target's
-    precision taps [B, T, taps*H] and final hidden states [B, T, H]."""
-    return load_file(path)
-
-
-def synthesise(served: Served, spec: SynthesisSpec, folder: Path) -> Iterator[int]:
-    """Write the missing shards, yielding the number of new tokens after each pass.
-
-    Raises:
-        UserError: the disk has too little room for what is still to be written.
-    """
-    count = -(-spec.tokens // (spec.batch * spec.length))
-    missing = [i for i in range(count) if not (folder / f"shard-{i:04d}.safetensors").exists()]
-    check_disk(served, spec, folder, len(missing))
-    for index in missing:
-        writer = _Writer(served, spec, random.Random(f"{spec.seed}/{index}"), spec.seed * 100_003 + index)
-        for _ in range(spec.length):
-            writer.step()
-            yield spec.batch
-        write_atomically(folder / f"shard-{index:04d}.safetensors", lambda path, w=writer: save_file(w.shard(), path))
-
-
-def check_disk(served: Served, spec: SynthesisSpec, folder: Path, missing: int) -> None:
-    model = served.target.model
-    row = (len(served.target.taps) + 1) * model.config.hidden_size * model.norm.weight.element_size() + 9
-    needed = missing * spec.batch * spec.length * row
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
-        raise UserError(
-            f"synthesis.tokens={spec.tokens} needs {needed / 2**30:.1f} GiB in {folder}, where "
-            f"{free / 2**30:.1f} GiB are free: lower it or move paths.corpus"
-        )
 
 
 def lines(name: str) -> list[str]:
@@ -124,12 +93,13 @@ class _Writer:
         self.served, self.spec, self.rng = served, spec, rng
         model = served.target.model
         self.device = model.norm.weight.device
-        self.cache, self.rope = model.cache(spec.batch, spec.length), model.rope(spec.length)
+        self.cache, self.rope = model.cache(spec.batch, GROWTH), model.rope(spec.length)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.template = template_of(served.tokenizer)
         self.openings, self.systems = lines("openings.txt"), lines("systems.txt")
         self.queues = [deque(self._beginning()) for _ in range(spec.batch)]
         self.answering = [False] * spec.batch
+        self.in_answer = [False] * spec.batch
         self.kept = {name: [] for name in ("tokens", "argmax", "answer", "taps", "hidden")}
         self.next = torch.tensor([queue.popleft() for queue in self.queues], device=self.device)
 
@@ -149,39 +119,40 @@ class _Writer:
     def step(self) -> None:
         target = self.served.target
         start = len(self.kept["tokens"])
-        hidden, taps = target.model(
-            self.next[:, None], start, self.cache.upto(64 * (start // 64 + 1)), self.rope, target.taps
-        )
-        logits = target.model.lm_head(hidden[:, 0])
+        if start == self.cache.capacity:
+            self.cache = self.cache.grown(start + GROWTH)
+        hidden, taps = target.model(self.next[:, None], start, self.cache, self.rope, target.taps)
+        logits = target.model.lm_head(hidden[:, 0]).float()
+        greedy = logits.argmax(dim=1)
         row = (
             self.next.int(),
-            logits.argmax(dim=1).int(),
-            torch.tensor(self.answering),
+            greedy.int(),
+            torch.tensor(self.in_answer),
             taps[:, 0],
             hidden[:, 0],
         )
         for kept, value in zip(self.kept.values(), row, strict=True):
             kept.append(value)
-        written = self._draw(logits).tolist()
+        written = self._draw(logits, greedy).tolist()
         self.next = torch.tensor([self._follow(i, token) for i, token in enumerate(written)], device=self.device)
 
-    def _draw(self, logits: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, greedy: Tensor) -> Tensor:
         """Questions are sampled; so are the answers of odd rows, while those of even rows are greedy."""
         spec = self.spec
         heat = logits.new_tensor(
             [
                 (spec.answer_temperature if i % 2 else 0.0) if answering else spec.question_temperature
                 for i, answering in enumerate(self.answering)
-            ],
-            dtype=torch.float32,
+            ]
         )[:, None]
-        mass = (logits.float() / heat.clamp(min=1e-3)).softmax(dim=1).cumsum(dim=1)
+        mass = (logits / heat.clamp(min=1e-3)).softmax(dim=1).cumsum(dim=1)
         dart = torch.rand(len(heat), 1, generator=self.generator, device=self.device) * mass[:, -1:]
         drawn = torch.searchsorted(mass, dart).clamp(max=mass.shape[1] - 1)
-        return torch.where(heat > 0, drawn, logits.argmax(dim=1, keepdim=True)).squeeze(1)
+        return torch.where(heat > 0, drawn, greedy[:, None]).squeeze(1)
 
     def _follow(self, row: int, token: int) -> int:
         queue = self.queues[row]
+        self.in_answer[row] = self.answering[row] and not queue
         if queue:
             return queue.popleft()
         if token in self.served.target.eos_ids:
@@ -192,4 +163,6 @@ class _Writer:
         return token
 
     def shard(self) -> dict[str, Tensor]:
-        return {name: torch.stack(rows, dim=1).cpu().contiguous() for name, rows in self.kept.items()}
+        columns = {name: torch.stack(rows, dim=1).cpu().contiguous() for name, rows in self.kept.items()}
+        greedy = torch.arange(self.spec.batch) % 2 == 0
+        return {**columns, "counts": torch.ones_like(columns["answer"]), "greedy": greedy}

@@ -1,0 +1,156 @@
+"""``tracedraft eval-draft``: how good a draft is before anything learns, and what one of its steps costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tracedraft import chat, records
+from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.config import build_spec, fingerprint, plain
+from tracedraft.decode import ChainSpec, respond
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Draft
+from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, warm_up
+from tracedraft.meter import Meter
+from tracedraft.report import MISSING, show
+from tracedraft.types import Conversation, Response
+from tracedraft.verify import noise_key
+
+GROUPS = ("target", "draft", "workload", "decode")
+RESULT = "eval-draft.json"
+REPEATS = 30  # timings of a draft step, of which the median counts
+
+
+def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
+    """Answer every conversation at every temperature with the unchanged draft; print and keep the result.
+
+    Raises:
+        UserError: bad input, before any model is loaded.
+    """
+    specs = {group: build_spec(cfg[group], group) for group in GROUPS}
+    temperatures = [float(t) for t in cfg.temperatures]
+    decodes = [dataclasses.replace(specs["decode"], temperature=t) for t in temperatures]
+    if not decodes:
+        raise UserError("temperatures=[]: expected one or more, as [0,0.7]")
+    conversations, data = specs["workload"].load()
+    specs["draft"].check(specs["target"].shape())
+    torch.set_num_threads(cfg.threads or ALL_THREADS)
+    served = loaded(specs["target"])
+    draft, origin = specs["draft"].build(served.target)
+    meter = Meter(served.target.device)
+    benches = [Bench(served, decode, cfg.seed, meter) for decode in decodes]
+    check_cache(benches[0], conversations)
+    warm_up(benches[0], draft, conversations)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(specs["workload"].name, total=len(benches) * len(conversations))
+        rows = []
+        for bench in benches:
+            answers = []
+            for conversation in conversations:
+                answers += answer(bench, draft, conversation)
+                bar.advance(task)
+            rows.append(summary(bench.decode, draft, answers))
+        cost = step_cost(draft, specs["decode"].chain_length, meter)
+    contents = {"target": served.provenance["sha256"], "draft": origin["sha256"], "workload": data["sha256"]}
+    result = {
+        **{group: specs[group].name for group in GROUPS},
+        "conversations": len(conversations),
+        "rows": rows,
+        "draft_step_ms": cost,
+        "specs": plain(specs),
+        "provenance": {
+            **records.provenance(),
+            "fingerprint": fingerprint({**specs, "temperatures": temperatures, "seed": cfg.seed}, contents),
+            "data": data,
+            "draft_weights": origin,
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    records.write_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    show(table(result))
+    return result
+
+
+def answer(bench: Bench, draft: Draft, conversation: Conversation) -> list[Response]:
+    """Every turn, up to one that is too long for the target's context."""
+    target, tokenizer = bench.served.target, bench.served.tokenizer
+    history, answers = [], []
+    for turn, question in enumerate(conversation.turns):
+        history.append({"role": "user", "content": question})
+        prompt = chat.encode(tokenizer, history)
+        if len(prompt) >= target.context:
+            break
+        key = noise_key(bench.seed, conversation, turn)
+        adapter = FixedSpec("fixed").build(None, 0)
+        answers.append(respond(target, draft, adapter, prompt, bench.decode, key, bench.meter))
+        history.append({"role": "assistant", "content": chat.decode(tokenizer, answers[-1].tokens)})
+    return answers
+
+
+def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
+    """Ratios of summed counts; None where nothing was counted."""
+    rounds, accepted = sum(a.rounds for a in answers), sum(a.accepted for a in answers)
+    trials, survivals = (
+        [sum(counts) for counts in zip(*(getattr(a, name) for a in answers), strict=True)]
+        for name in ("trials", "survivals")
+    )
+    tokens = [token for a in answers for token in a.tokens]
+    sayable = set(draft.head.vocab.tolist()) if draft.head is not None else None
+    return {
+        "temperature": decode.temperature,
+        "responses": len(answers),
+        "tokens": len(tokens),
+        "rounds": rounds,
+        "accepted": accepted,
+        "tau": (accepted + rounds) / rounds if rounds else None,
+        "acceptance_by_depth": [s / t if t else None for s, t in zip(survivals, trials, strict=True)],
+        "trials": trials,
+        "coverage": sum(t in sayable for t in tokens) / len(tokens) if sayable is not None and tokens else None,
+        "verify_ms": 1e3 * sum(a.seconds["verify"] for a in answers) / rounds if rounds else None,
+    }
+
+
+def step_cost(draft: Draft, chain_length: int, meter: Meter) -> float | None:
+    """Median milliseconds of one more drafted token, after the last response; None for a chain of one."""
+    if chain_length == 1:
+        return None
+
+    def seconds(length: int) -> float:
+        meter.start()
+        draft.propose(length)
+        return sum(meter.stop().values())
+
+    return 1e3 * statistics.median((seconds(chain_length) - seconds(1)) / (chain_length - 1) for _ in range(REPEATS))
+
+
+def table(result: dict[str, Any]) -> Table:
+    """One row a temperature."""
+    rows, depths = result["rows"], range(len(result["rows"][0]["trials"]))
+    made = Table(title=f"{result['draft']} on {result['workload']}: {result['conversations']} conversations")
+    for title in ("T", "tokens", "tau", *(f"depth {d + 1}" for d in depths), "coverage", "draft step", "verify pass"):
+        made.add_column(title, justify="right", no_wrap=True)
+
+    def text(value: float | None, digits: int, unit: str = "") -> str:
+        return MISSING if value is None else f"{value:.{digits}f}{unit}"
+
+    for row in rows:
+        made.add_row(
+            f"{row['temperature']:g}",
+            str(row["tokens"]),
+            text(row["tau"], 2),
+            *(text(row["acceptance_by_depth"][d], 3) for d in depths),
+            text(row["coverage"], 3),
+            text(result["draft_step_ms"], 1, " ms"),
+            text(row["verify_ms"], 1, " ms"),
+        )
+    return made

@@ -1,0 +1,125 @@
+"""Training text from the user's own conversations, their tokens fed to the target as they stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracedraft.errors import UserError
+from tracedraft.target import Served
+from tracedraft.training.corpus import Maker, TextSpec
+
+ROLES = ("system", "user", "assistant")
+CHUNK = 512  # tokens of one pass over a conversation
+
+Piece = tuple[int, list[int], list[bool]]  # number of the piece, and its conversation's tokens and answer flags
+
+
+@dataclass(frozen=True)
+class ConversationsSpec(TextSpec):
+    """A JSONL file, one conversation a line: ``{"messages": [{"role": "user", "content": "…"}, …]}``.
+
+    Answers should be the target's own: a draft learns to foresee what it is shown.
+    """
+
+    path: str | None
+
+    def makers(self, served: Served) -> list[Maker]:
+        """The file is read whole here, so that a bad line is named before any work is done."""
+        pieces = [
+            (i, tokens, answer)
+            for tokens, answer in encoded(served, read_conversations(self.path))
+            for i in range(-(-len(tokens) // self.length))
+        ]
+        starts = range(0, len(pieces), self.batch)
+        return [partial(self._shard, served, pieces[start : start + self.batch]) for start in starts]
+
+    def _shard(self, served: Served, pieces: list[Piece]) -> Generator[int, None, dict[str, Tensor]]:
+        rows = []
+        for i, tokens, answer in pieces:
+            until = (i + 1) * self.length  # of a long conversation, what comes before is fed again
+            columns = forced(served, tokens[:until], answer[:until])
+            rows.append({name: padded(column[i * self.length :], self.length) for name, column in columns.items()})
+            yield self.length
+        shard = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {**shard, "greedy": torch.zeros(len(rows), dtype=torch.bool)}
+
+
+def read_conversations(path: str | None) -> list[list[dict[str, str]]]:
+    """Raises UserError naming the file and the first line that is not a conversation."""
+    if path is None:
+        raise UserError("text.path is not set: give a JSONL file of conversations, text.path=FILE")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"text.path={path}: cannot be read: {error}") from error
+    found = [checked(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f"text.path={path}: holds no conversation")
+    return found
+
+
+def checked(line: str, where: str) -> list[dict[str, str]]:
+    try:
+        messages = json.loads(line)["messages"]
+        fits = all(m["role"] in ROLES and isinstance(m["content"], str) for m in messages)
+    except (ValueError, KeyError, TypeError):
+        messages, fits = [], False
+    if not fits or not any(m["role"] == "assistant" for m in messages):
+        raise UserError(
+            f'{where}: expected {{"messages": [{{"role": …, "content": …}}, …]}} with roles '
+            f"{', '.join(ROLES)} and at least one answer"
+        )
+    return messages
+
+
+def encoded(served: Served, conversations: list[list[dict[str, str]]]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each conversation, cut to the target's context, and which of them are an answer's."""
+    for messages in conversations:
+        tokens: list[int] = []
+        answer: list[bool] = []
+        text = ""
+        for i, message in enumerate(messages):
+            before = _render(served.tokenizer, messages[:i], True) if message["role"] == "assistant" else text
+            after = _render(served.tokenizer, messages[: i + 1], False)
+            for piece, said in ((before[len(text) :], False), (after[len(before) :], message["role"] == "assistant")):
+                ids = served.tokenizer(piece, add_special_tokens=False)["input_ids"]
+                tokens += ids
+                answer += [said] * len(ids)
+            text = after
+        yield tokens[: served.target.context], answer[: served.target.context]
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]], opened: bool) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened) if messages else ""
+
+
+@torch.inference_mode()
+def forced(served: Served, tokens: list[int], answer: list[bool]) -> dict[str, Tensor]:
+    """The columns of one conversation, [L] or [L, ...]; see ``corpus.read_shard``."""
+    target = served.target
+    chunk = min(CHUNK, target.context)
+    target.begin(-(-len(tokens) // chunk) * chunk, chunk, chunk)
+    seen = target.prefill(tokens)
+    return {
+        "tokens": torch.tensor(tokens, dtype=torch.int32),
+        "argmax": target.logits(seen.hidden).argmax(dim=1).int().cpu(),
+        "answer": torch.tensor(answer),
+        "counts": torch.ones(len(tokens), dtype=torch.bool),
+        "taps": seen.taps.cpu(),
+        "hidden": seen.hidden.cpu(),
+    }
+
+
+def padded(column: Tensor, length: int) -> Tensor:
+    """The first ``length`` entries, zeros (which count nowhere) behind a shorter column."""
+    out = column.new_zeros(length, *column.shape[1:])
+    out[: len(column)] = column[:length]
+    return out

@@ -1,0 +1,124 @@
+"""Training text with the target's hidden states, in shards on disk; logits would be twenty times larger."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tracedraft.errors import UserError
+from tracedraft.models.weights import write_atomically
+from tracedraft.target import Served
+from tracedraft.workloads.sources import read_file
+
+NGRAM = 13  # words; GPT-3's measure of contamination (arXiv 2005.14165, appendix C)
+
+
+@dataclass(frozen=True)
+class TextSpec(ABC):
+    """Where training text comes from. Rows are ``length`` tokens, a shard holds ``batch`` of them."""
+
+    batch: int
+    length: int
+
+    def __post_init__(self) -> None:
+        for key in ("batch", "length"):
+            if getattr(self, key) < 1:
+                raise UserError(f"text.{key}={getattr(self, key)}: expected at least 1")
+
+    @abstractmethod
+    def makers(self, served: Served) -> list[Maker]:
+        """One for each shard."""
+
+
+Maker = Callable[[], Generator[int, None, dict[str, Tensor]]]
+"""Makes one shard: yields the number of new tokens after each pass, returns the columns."""
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def shard_file(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def read_shard(path: Path) -> dict[str, Tensor]:
+    """The columns of a shard of B rows by T tokens.
+
+    tokens and argmax (the target's own next token) [B, T] int32; answer [B, T] bool, the tokens that the
+    target wrote as an answer, its end token included; counts [B, T] bool, what training uses; greedy [B] bool,
+    rows whose answers are greedy; at the target's precision taps [B, T, taps*H] and final hidden states [B, T, H].
+    """
+    return load_file(path)
+
+
+def rows_of(path: Path, length: int) -> int:
+    with safe_open(path, "pt") as file:
+        rows, whole = file.get_slice("tokens").get_shape()
+    return rows * (whole // length)
+
+
+def write(served: Served, spec: TextSpec, folder: Path, prompts: Iterable[str]) -> Iterator[int]:
+    """Write the missing shards, yielding the number of new tokens after each pass.
+
+    Args:
+        prompts: of benchmarks; rows that share ``NGRAM`` words in a row with one are kept out of training.
+
+    Raises:
+        UserError: the disk has too little room for what is still to be written.
+    """
+    makers = spec.makers(served)
+    missing = [i for i in range(len(makers)) if not shard_file(folder, i).exists()]
+    check_disk(served, spec, folder, len(missing))
+    known = ngrams(prompts)
+    for index in missing:
+        shard = yield from makers[index]()
+        block(shard, served.tokenizer, known)
+        write_atomically(shard_file(folder, index), lambda path, shard=shard: save_file(shard, path))
+
+
+def check_disk(served: Served, spec: TextSpec, folder: Path, missing: int) -> None:
+    model = served.target.model
+    row = (len(served.target.taps) + 1) * model.config.hidden_size * model.norm.weight.element_size() + 10
+    needed = missing * spec.batch * spec.length * row
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        raise UserError(
+            f"the corpus still needs {needed / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are free: "
+            "lower text.tokens or move it by corpus=FOLDER"
+        )
+
+
+def ngrams(texts: Iterable[str]) -> set[str]:
+    """Every run of ``NGRAM`` words, without case and punctuation."""
+    found = set()
+    for text in texts:
+        words = re.findall(r"\w+", text.lower())
+        found.update(" ".join(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
+    return found
+
+
+def block(shard: dict[str, Tensor], tokenizer, known: set[str]) -> int:
+    """Keep rows that share an n-gram with ``known`` out of training; returns how many there were."""
+    texts = tokenizer.batch_decode(shard["tokens"].tolist())
+    blocked = [not known.isdisjoint(ngrams([text])) for text in texts]
+    for column in ("counts", "answer"):
+        shard[column][torch.tensor(blocked)] = False
+    return sum(blocked)
+
+
+def benchmark_prompts(folder: Path | None) -> Iterator[str]:
+    """Every user turn of every prompt set in ``folder``; none without such a folder."""
+    for file in sorted(folder.glob("*.jsonl")) if folder is not None else []:
+        for _, turns in read_file(file, "local")[0]:
+            yield from turns
