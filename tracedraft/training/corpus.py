@@ -99,12 +99,12 @@ def check_disk(served: Served, spec: TextSpec, folder: Path, missing: int) -> No
         )
 
 
-def ngrams(texts: Iterable[str]) -> set[str]:
-    """Every run of ``NGRAM`` words, without case and punctuation."""
+def ngrams(texts: Iterable[str], n: int = NGRAM) -> set[str]:
+    """Every run of ``n`` words, without case and punctuation."""
     found = set()
     for text in texts:
         words = re.findall(r"\w+", text.lower())
-        found.update(" ".join(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
+        found.update(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
     return found
 
 

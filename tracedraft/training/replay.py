@@ -86,9 +86,9 @@ def replay(right: Tensor, answer: list[bool]) -> Tally:
     for start, stop in spans(answer):
         at = start
         while at + 1 < stop:
-            wanted = run[at - 1]
-            accepted = min(wanted, stop - 1 - at)
-            for depth in range(min(accepted + (accepted == wanted), tally.depths)):
+            room = stop - 1 - at
+            accepted = min(run[at - 1], room)
+            for depth in range(min(accepted + (accepted < room), tally.depths)):
                 tally.trials[depth] += 1
                 tally.survivals[depth] += depth < accepted
             tally.accepted += accepted
