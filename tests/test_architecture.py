@@ -122,11 +122,13 @@ def test_the_loop_sees_interfaces_only():
 
 def test_nothing_imports_the_entry_points():
     users = {
-        name: {m for m in FILES if f"tracedraft.{name}" in ours(m)} for name in ("cli", "measure", "run", "train")
+        name: {m for m in FILES if f"tracedraft.{name}" in ours(m)}
+        for name in ("cli", "measure", "evaluate", "run", "train", "eval_draft")
     }
-    assert users["cli"] == {"tracedraft.run", "tracedraft.train"}
-    assert users["measure"] <= {"tracedraft.cli", "tracedraft.run"}
-    assert users["run"] == users["train"] == set()
+    assert users["cli"] == {"tracedraft.run", "tracedraft.train", "tracedraft.eval_draft"}
+    assert users["measure"] <= {"tracedraft.cli", "tracedraft.evaluate"}
+    assert users["evaluate"] <= {"tracedraft.cli"}
+    assert users["run"] == users["train"] == users["eval_draft"] == set()
 
 
 def test_no_import_cycle():

@@ -87,11 +87,21 @@ def test_every_option_lists_its_whole_spec_and_builds(group, option):
     assert {key: built[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("key", ["synthesis", "training"])
-def test_training_lists_its_whole_specs_and_builds(key):
-    cfg, stated = composed(name="train"), raw(CONF / "train.yaml")[key]
-    assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
-    assert plain(build_spec(cfg[key], key)) == stated
+@pytest.mark.parametrize("text", ["synthesis", "conversations"])
+def test_training_lists_its_whole_specs_and_builds(text):
+    cfg = composed(f"text={text}", name="train")
+    for key, stated in (
+        ("text", raw(CONF / "text" / f"{text}.yaml")),
+        ("training", raw(CONF / "train.yaml")["training"]),
+    ):
+        assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
+        assert plain(build_spec(cfg[key], key)) == stated
+
+
+def test_eval_draft_composes_with_the_run_s_own_options():
+    cfg, run = composed(name="eval-draft"), composed()
+    for group in ("target", "draft", "workload", "decode"):
+        assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
 
 
 def test_training_composes_with_every_target_and_its_output_follows():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import GOLDEN, chain, golden_folder, golden_json, golden_tensors, recompute, tiny
 from safetensors.torch import load_file, save_file
+from test_training import SPEC
 
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import respond
@@ -154,7 +155,7 @@ def test_own_draft_survives_saving(tmp_path, taps):
     """Norms of the taps included, and any number of taps."""
     target = tiny("float32").target
     target = type(target)(target.model, taps, target.eos_ids, target.context)
-    model = new_draft(target, torch.arange(3, 140), seed=0)
+    model = new_draft(target, torch.arange(3, 140), SPEC)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -264,7 +264,7 @@ def optimizers(model: eagle3.Eagle3, spec: TrainingSpec) -> list[torch.optim.Opt
     chosen = {id(p) for p in muon}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     built: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+        torch.optim.AdamW(rest, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
     ]
     if muon:
         built.append(
