@@ -17,7 +17,7 @@ from tracedraft import cli, measure
 from tracedraft.drafts.eagle3 import lens
 from tracedraft.models import eagle3
 from tracedraft.models.tiny import TinyTargetSpec
-from tracedraft.records import CONFIG, CONVERSATIONS, SUMMARY, read_conversations, read_summary
+from tracedraft.records import ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY, read_conversations, read_summary
 
 TINY = ("target=tiny", "draft=tiny", "wandb.mode=disabled", "workload.limit=1", "decode.max_new_tokens=16")
 ROOT = Path(cli.__file__).parents[1]
@@ -151,7 +151,7 @@ def test_a_single_run_from_another_folder(tmp_path):
     code, out, err = finished(*TINY, cwd=tmp_path)
     assert code == 0, err
     (folder,) = (tmp_path / "runs").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, CONVERSATIONS, SUMMARY]
+    assert sorted(path.name for path in folder.iterdir()) == [ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY]
     assert f"record: {folder}" in out
     summary = read_summary(folder)
     assert summary["lossless"] is True
@@ -308,11 +308,15 @@ def test_a_workload_without_its_data_names_the_ways_before_the_model_loads(refus
         assert way in message
 
 
-def test_a_second_run_into_the_same_folder_is_refused(tell, tmp_path):
+def test_another_run_into_the_same_folder_is_refused_and_the_same_one_is_not_done_again(tell, tmp_path):
     command = (*TINY, f"hydra.run.dir={tmp_path}/run")
     assert tell(cli.run, *command)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    code, out, err = tell(cli.run, *command)
+    code, out, err = tell(cli.run, *command, "seed=1")
     assert (code, out) == (2, "")
-    assert "already holds a run: choose another hydra.run.dir" in one_line(err)
+    assert "already holds another run" in one_line(err)
+    assert "choose another hydra.run.dir" in err
+    code, out, err = tell(cli.run, *command)
+    assert code in (0, None)
+    assert "finished" in err
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before

@@ -11,26 +11,22 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tracedraft import records
+from tracedraft import summary as summaries
 from tracedraft.errors import UserError
 from tracedraft.meter import PHASES
-from tracedraft.records import (
-    RunDir,
-    TruncatedRecord,
-    git_state,
-    provenance,
-    read_conversations,
-    read_summary,
-    summarise,
-)
+from tracedraft.provenance import git_state, provenance
+from tracedraft.records import RunDir, TruncatedRecord, read_attempts, read_conversations, read_summary
+from tracedraft.summary import summarise
 from tracedraft.types import Response, Update
+
+ORIGIN = {"fingerprint": "f00d", "started": "today"}
 
 # --- the run directory
 
 
 def test_what_is_written_is_read_back(tmp_path):
     rows = [{"index": i, "text": "ü→\n" * i, "none": None, "x": 0.1 * i} for i in range(5)]
-    with RunDir.create(tmp_path / "a" / "b", {"seed": 3, "lr": 1e-7, "name": "1e-3"}) as run:
+    with RunDir.open(tmp_path / "a" / "b", {"seed": 3, "lr": 1e-7, "name": "1e-3"}, ORIGIN) as run:
         assert read_conversations(run.path) == []
         for i, row in enumerate(rows):
             run.append(row)
@@ -40,6 +36,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert read_summary(run.path) == read_summary(run.path / "summary.json") == {"tau": 1.5}
     assert OmegaConf.load(run.path / "config.yaml") == {"seed": 3, "lr": 1e-7, "name": "1e-3"}
     assert sorted(p.name for p in run.path.iterdir()) == [
+        "attempts.jsonl",
         "config.yaml",
         "conversations.jsonl",
         "summary.json",
@@ -47,7 +44,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def test_config_is_written_resolved(tmp_path):
-    RunDir.create(tmp_path, OmegaConf.create({"a": 1, "b": "${a}"})).close()
+    RunDir.open(tmp_path, OmegaConf.create({"a": 1, "b": "${a}"}), ORIGIN).close()
     assert (tmp_path / "config.yaml").read_text() == "a: 1\nb: 1\n"
 
 
@@ -55,7 +52,7 @@ def test_config_is_written_resolved(tmp_path):
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(UserError) as caught:
-        RunDir.create(tmp_path, {})
+        RunDir.open(tmp_path, {}, ORIGIN)
     message = str(caught.value)
     assert str(tmp_path) in message
     assert "hydra.run.dir" in message
@@ -67,15 +64,18 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path, name):
 
 def test_of_runs_that_start_together_in_one_folder_one_wins(tmp_path):
     for attempt in range(20):
-        barrier, outcomes = threading.Barrier(4), []
+        barrier, tried, outcomes = threading.Barrier(4), threading.Barrier(4), []
 
-        def start(path=tmp_path / str(attempt), barrier=barrier, outcomes=outcomes):
+        def start(path=tmp_path / str(attempt), barrier=barrier, tried=tried, outcomes=outcomes):
             barrier.wait()
             try:
-                RunDir.create(path, {}).close()
+                run = RunDir.open(path, {}, ORIGIN)
                 outcomes.append("won")
-            except UserError:
-                outcomes.append("refused")
+                tried.wait()
+                run.close()
+            except UserError as error:
+                outcomes.append("refused" if "another process is writing" in str(error) else str(error))
+                tried.wait()
 
         threads = [threading.Thread(target=start) for _ in range(4)]
         for thread in threads:
@@ -85,38 +85,81 @@ def test_of_runs_that_start_together_in_one_folder_one_wins(tmp_path):
         assert sorted(outcomes) == ["refused"] * 3 + ["won"]
 
 
-def test_exclusive_creation_guards_when_the_look_saw_nothing(tmp_path, monkeypatch):
-    (tmp_path / "config.yaml").write_text("precious")
-    monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    with pytest.raises(UserError, match="already holds a run"):
-        RunDir.create(tmp_path, {})
-    assert (tmp_path / "config.yaml").read_text() == "precious"
+def test_the_same_run_goes_on_where_it_stopped(tmp_path):
+    """At any byte of a line that a crash cut short; config and earlier records stay as they were."""
+    for cut in range(1, 9):
+        folder = tmp_path / str(cut)
+        with RunDir.open(folder, {"threads": 1}, ORIGIN) as run:
+            assert (run.done, run.attempt) == ([], 1)
+            run.append({"id": 1})
+        with open(folder / "conversations.jsonl", "ab") as file:
+            file.write(b'{"id":2}'[:cut])
+        with RunDir.open(folder, {"threads": 2}, ORIGIN | {"started": "later"}) as run:
+            assert (run.done, run.attempt) == ([{"id": 1}], 2)
+            run.append({"id": 2})
+        assert read_conversations(folder) == [{"id": 1}, {"id": 2}]
+        assert (folder / "config.yaml").read_text() == "threads: 1\n"
+        assert [(a["attempt"], a["from"], a["started"]) for a in read_attempts(folder)] == [
+            (1, 0, "today"),
+            (2, 1, "later"),
+        ]
+
+
+def test_another_run_and_a_finished_one_are_refused(tmp_path):
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        run.append({"id": 1})
+    with pytest.raises(UserError, match=r"another run .f00d, this one is beef"):
+        RunDir.open(tmp_path, {}, {"fingerprint": "beef"})
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        run.write_summary({})
+    with pytest.raises(UserError, match="a finished run"):
+        RunDir.open(tmp_path, {}, ORIGIN)
+    assert read_conversations(tmp_path) == [{"id": 1}]
+    assert len(read_attempts(tmp_path)) == 2
+
+
+def test_the_state_kept_is_that_of_the_last_record(tmp_path):
+    """Killed between state and record, the state before is found; a finished run keeps none."""
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        assert run.learner() is None
+        for count in (1, 2, 3):
+            run.keep_learner(count, lambda path, count=count: path.write_text(str(count)))
+            if count < 3:
+                run.append({"id": count})
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        assert run.learner().read_text() == "2"
+        run.keep_learner(3, lambda path: path.write_text("again"))
+        run.append({"id": 3})
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        assert run.learner().read_text() == "again"
+        run.write_summary({})
+    assert list(tmp_path.glob("learner*")) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"file.*hydra\.run\.dir"):
-            RunDir.create(path, {})
+            RunDir.open(path, {}, ORIGIN)
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(UserError, match=r"Permission denied.*hydra\.run\.dir"):
-        RunDir.create(tmp_path / "readonly", {})
+        RunDir.open(tmp_path / "readonly", {}, ORIGIN)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_readonly_folder_is_a_user_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="Permission denied"):
-        RunDir.create(tmp_path / "run", {})
+        RunDir.open(tmp_path / "run", {}, ORIGIN)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_numbers_are_refused_and_nothing_is_written(tmp_path, bad):
-    with RunDir.create(tmp_path, {}) as run:
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
         run.append({"id": "good"})
         with pytest.raises(ValueError, match=r"conversations\.jsonl.*'broken'"):
             run.append({"id": "broken", "deep": [{"loss": bad}]})
@@ -127,7 +170,7 @@ def test_non_finite_numbers_are_refused_and_nothing_is_written(tmp_path, bad):
 
 
 def test_a_line_the_disk_took_in_part_is_cut_off_again(tmp_path):
-    with RunDir.create(tmp_path, {}) as run:
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
         run.append({"id": 1})
         real = run._lines
 
@@ -149,7 +192,7 @@ def test_a_line_the_disk_took_in_part_is_cut_off_again(tmp_path):
 
 def test_a_record_is_synced_before_append_returns(tmp_path, monkeypatch):
     synced = []
-    with RunDir.create(tmp_path, {}) as run:
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
         monkeypatch.setattr(os, "fsync", lambda _: synced.append(read_conversations(tmp_path)))
         run.append({"id": 1})
         assert synced == [[{"id": 1}]]
@@ -158,7 +201,7 @@ def test_a_record_is_synced_before_append_returns(tmp_path, monkeypatch):
 def test_a_record_survives_the_kill_of_its_process(tmp_path):
     code = (
         "import os, signal, sys; from tracedraft.records import RunDir\n"
-        "run = RunDir.create(sys.argv[1], {})\n"
+        "run = RunDir.open(sys.argv[1], {}, {'fingerprint': 'f'})\n"
         "run.append({'id': 1}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9
@@ -205,7 +248,7 @@ def test_missing_or_broken_files_are_user_errors(tmp_path):
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_summary_that_fails_half_way_leaves_the_old_one(tmp_path, monkeypatch, step):
-    with RunDir.create(tmp_path, {}) as run:
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
         run.write_summary({"tau": 1})
 
         def fail(*_):
@@ -447,6 +490,8 @@ def test_a_loop_repeats_everything_but_its_first_gram():
 
 
 def test_reading_records_needs_no_torch():
-    code = "import sys, tracedraft.records as r; r.summarise([]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, tracedraft.records, tracedraft.summary as s; s.summarise([]); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert records.NGRAM == 8
+    assert summaries.NGRAM == 8

@@ -19,7 +19,7 @@ from tracedraft.config import ASSETS, build_spec, fingerprint, shipped_dir
 from tracedraft.errors import UserError
 from tracedraft.measure import GROUPS, measure
 from tracedraft.meter import PHASES
-from tracedraft.records import CONFIG, CONVERSATIONS, SUMMARY
+from tracedraft.records import ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY
 from tracedraft.tracking import NullTracker
 from tracedraft.types import Response
 
@@ -73,7 +73,7 @@ def done(tmp_path_factory):
 
 def test_the_folder_holds_config_records_and_summary(done):
     cfg, folder, returned = done
-    assert sorted(path.name for path in folder.iterdir()) == sorted((CONFIG, CONVERSATIONS, SUMMARY))
+    assert sorted(path.name for path in folder.iterdir()) == sorted((ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY))
     text = (folder / CONFIG).read_text()
     assert "${" not in text
     assert OmegaConf.to_container(OmegaConf.create(text)) == OmegaConf.to_container(cfg, resolve=True)
@@ -292,7 +292,7 @@ def test_reset_forgets_between_conversations_and_persistent_does_not(tmp_path, a
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path):
     measure(composed("workload.limit=1"), tmp_path / "run", None)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(UserError, match=r"already holds a run.*hydra\.run\.dir"):
+    with pytest.raises(UserError, match=r"already holds another run.*hydra\.run\.dir"):
         measure(composed("workload.limit=1", "seed=1"), tmp_path / "run", None)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 

@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tracedraft import chat, records
+from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
 from tracedraft.decode import ChainSpec, respond
 from tracedraft.errors import UserError
+from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, warm_up
 from tracedraft.meter import Meter
+from tracedraft.provenance import provenance
 from tracedraft.report import MISSING, show
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
@@ -69,14 +71,14 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         "draft_step_ms": cost,
         "specs": plain(specs),
         "provenance": {
-            **records.provenance(),
+            **provenance(),
             "fingerprint": fingerprint({**specs, "temperatures": temperatures, "seed": cfg.seed}, contents),
             "data": data,
             "draft_weights": origin,
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
-    records.write_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    write_atomically(folder / RESULT, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
     show(table(result))
     return result
 

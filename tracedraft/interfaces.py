@@ -103,6 +103,14 @@ class InnerAdapter(ABC):
     def end_response(self) -> None: ...
 
     @abstractmethod
+    def state(self) -> dict[str, Any] | None:
+        """What must outlast a restart between two conversations, for ``torch.save``; None: nothing."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Back to where ``state`` was taken, by the same spec over the same draft."""
+
+    @abstractmethod
     def drift(self) -> dict[str, float]:
         """How far each trained tensor is from its initial value, ‖W - W₀‖ / ‖W₀‖."""
 

@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tracedraft import chat, records
+from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
 from tracedraft.decode import ChainSpec, audit, respond
@@ -22,6 +24,7 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
 from tracedraft.progress import Progress
+from tracedraft.provenance import provenance
 from tracedraft.target import Served
 from tracedraft.tracking import MODES, open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
@@ -65,7 +68,6 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     """
     check_settings(cfg)
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
-    records.refuse_existing(folder)
     conversations, data = specs["workload"].load()
     specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
@@ -76,23 +78,27 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
     identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
-    origin = {**records.provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
+    origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
+    if done := records.finished(folder, identity["fingerprint"]):
+        print(f"{folder} holds this run already, finished", file=sys.stderr)
+        return done
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
-    with records.RunDir.create(folder, {str(k): v for k, v in config.items()}) as run, sigterm_as_exit():
+    with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as run, sigterm_as_exit():
         tracker = open_tracker(
             **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
             group=cfg.wandb.group or sweep or "single",
             job_type=names["adapter"],
             config={**plain(specs), "seed": cfg.seed, **identity},
             run_dir=folder,
-            run_id=f"{identity['fingerprint']}-{uuid.uuid4().hex[:8]}",
+            run_id=f"{identity['fingerprint']}-a{run.attempt}-{uuid.uuid4().hex[:6]}",
         )
         summary, code = {}, 1
         try:
             done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
             learner = {"drift": arms[1].adapter.drift(), "anchor_lambda": arms[1].adapter.anchor_lambda()}
-            summary = {**names, **records.summarise(done), **learner, "provenance": origin}
+            started = {"attempts": records.read_attempts(folder)}
+            summary = {**names, **summaries.summarise(done), **learner, "provenance": {**origin, **started}}
             run.write_summary({**summary, "wandb_error": tracker.error})
             code = 0
         finally:
@@ -156,18 +162,39 @@ def stream(
     run: records.RunDir,
     mirror: Callable[[dict[str, Any], int], None],
 ) -> list[dict[str, Any]]:
-    """Serve the conversations in order; each record is on disk before it is mirrored."""
-    done = []
+    """Serve in order what no earlier attempt did; each record is on disk before it is mirrored."""
+    done = list(run.done)
+    progress.resume(done)
+    resume(arms, run)
+    if len(done) == len(conversations):
+        return done
     for arm in arms:
         warm_up(bench, arm.draft, conversations)
     with progress:
-        for index, conversation in enumerate(conversations):
+        for index, conversation in enumerate(conversations[len(done) :], len(done)):
             record = converse(bench, arms, conversation, index, progress.response)
+            for arm in arms:
+                if state := arm.adapter.state():
+                    run.keep_learner(index + 1, partial(torch.save, state))
             run.append(record)
             done.append(record)
-            mirror(mirror_row(records.summarise([record])), index)
+            mirror(mirror_row(summaries.summarise([record])), index)
             progress.conversation(record)
     return done
+
+
+def resume(arms: list[Arm], run: records.RunDir) -> None:
+    """Give the learner back what it knew after the last record.
+
+    Raises:
+        UserError: its state is gone, so that the stream can't go on.
+    """
+    for arm in arms:
+        if run.done and arm.adapter.state():
+            file = run.learner()
+            if file is None:
+                raise UserError(f"{run.path}: the learner's state after conversation {len(run.done)} is missing")
+            arm.adapter.load_state(torch.load(file, weights_only=True))
 
 
 def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> None:

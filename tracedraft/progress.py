@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from tracedraft.records import summarise
+from tracedraft.summary import summarise
 from tracedraft.types import Response
 
 
@@ -39,6 +39,14 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
+
+    def resume(self, records: list[dict[str, Any]]) -> None:
+        """What earlier attempts did."""
+        self.records += records
+        self.so_far = self.numbers()
+        self.bar.update(self.task, completed=len(records), numbers=self.so_far)
+        if records:
+            self.console.print(f"{self.label}: goes on after {len(records)} conversations", highlight=False)
 
     def response(self, arm: str, response: Response) -> None:
         """After each answered turn of an arm."""

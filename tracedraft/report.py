@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tracedraft.errors import UserError
-from tracedraft.records import SUMMARY, read_summary, write_atomic
+from tracedraft.files import write_atomically
+from tracedraft.records import SUMMARY, read_summary
 
 MISSING = "—"
 
@@ -89,9 +90,6 @@ class SweepTable(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        if any(folder.glob("*/conversations.jsonl")):
-            print(f"error: {folder} already holds a sweep: choose another hydra.sweep.dir", file=sys.stderr)
-            raise SystemExit(2)
         _make(folder, "hydra.sweep.dir")
         # Hydra leaves on_multirun_end out when a job has failed, which is when the list of failures matters.
         atexit.register(self.on_multirun_end, config)
@@ -109,7 +107,7 @@ class SweepTable(Callback):
         text = result_markdown(rows)
         if failed:
             text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
-        write_atomic(sweep / "table.md", text)
+        write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _make(folder: Path, key: str) -> None:

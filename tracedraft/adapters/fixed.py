@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tracedraft.interfaces import InnerAdapter, InnerAdapterSpec
 from tracedraft.types import Evidence, OutputHead, Update
@@ -34,6 +35,12 @@ class FixedAdapter(InnerAdapter):
 
     def end_response(self) -> None:
         pass
+
+    def state(self) -> None:
+        return None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        raise ValueError("a fixed draft has no state")
 
     def drift(self) -> dict[str, float]:
         """No tensor is trained."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,10 +101,14 @@ class Replay:
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved."""
-        return self._features.nbytes + self._teacher.nbytes
+    def state(self) -> dict[str, Any]:
+        kept = {"features": self._features[: self._size].clone(), "teacher": self._teacher[: self._size].clone()}
+        return {**kept, "next": self._next}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._next, self._size = state["next"], len(state["features"])
+        self._features[: self._size] = state["features"]
+        self._teacher[: self._size] = state["teacher"]
 
     def push(self, rows: Rows) -> None:
         """Append positions, overwriting the oldest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,6 +145,17 @@ class Master:
             moment.live.zero_()
         self.norm = self.initial_norm
         self._moved = False
+
+    def state(self) -> dict[str, Any]:
+        return {"weights": self.weights.live, "moments": [m.live for m in self.moments], "moved": self._moved}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.weights.live.copy_(state["weights"])
+        for moment, kept in zip(self.moments, state["moments"], strict=True):
+            moment.live.copy_(kept)
+        self._moved = state["moved"]
+        self.norm = _norm(self.weights.live)
+        self.publish()
 
     def distance(self) -> float:
         """‖W - W₀‖ / ‖W₀‖ of the masters."""

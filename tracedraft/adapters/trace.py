@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -245,6 +246,25 @@ class TraceAdapter(InnerAdapter):
         window = self.windows.get("response")
         if window is not None and self.replay.capacity:
             self.replay.push(window.take(window.index()))
+
+    def state(self) -> dict[str, Any] | None:
+        """Persistent's weights, optimiser, replay and draws; Reset starts each conversation anew."""
+        if self.spec.scope is Scope.conversation:
+            return None
+        masters = {key: master.state() for key, master in self.masters.items()}
+        return {
+            "masters": masters,
+            "replay": self.replay.state(),
+            "draws": self.draws.get_state(),
+            "count": self.count,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for key, master in self.masters.items():
+            master.load_state(state["masters"][key])
+        self.replay.load_state(state["replay"])
+        self.draws.set_state(state["draws"])
+        self.count = state["count"]
 
     def drift(self) -> dict[str, float]:
         """‖W - W₀‖ / ‖W₀‖ of each trained tensor."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tracedraft.errors import UserError
+from tracedraft.files import write_atomically
 from tracedraft.models import weights
 from tracedraft.models.decoder import MLP, Attention, DecoderConfig, RMSNorm
 
@@ -177,8 +178,8 @@ def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
     }
     state = weights.split_fused(dict(model.state_dict()), model.config.layer)
     state = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
-    weights.write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
-    weights.write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
+    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
 
 
 def start_from(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tracedraft.errors import UserError
+from tracedraft.files import write_atomically
 from tracedraft.models.decoder import DecoderConfig
 
 FUSED = {
@@ -164,20 +162,6 @@ def sha256_of(files: list[Path], cache: Path) -> str:
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
         write_atomically(memo, lambda path: path.write_text(digest.hexdigest()))
     return digest.hexdigest()
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Run ``write(temporary path)`` and move the file or folder into place, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        write(scratch / path.name)
-        os.replace(scratch / path.name, path)
-    except OSError:
-        if not path.is_dir():  # another process moved the same folder into place first
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:

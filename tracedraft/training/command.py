@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from tracedraft.config import build_spec, plain
 from tracedraft.errors import UserError
-from tracedraft.models.weights import write_atomically
+from tracedraft.files import write_atomically
 from tracedraft.target import Served
 from tracedraft.training import corpus, loop
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracedraft.errors import UserError
-from tracedraft.models.weights import write_atomically
+from tracedraft.files import write_atomically
 from tracedraft.target import Served
 from tracedraft.workloads.sources import read_file
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tracedraft.drafts.eagle3 import check_fit
 from tracedraft.errors import UserError
+from tracedraft.files import write_atomically
 from tracedraft.models import eagle3
-from tracedraft.models.weights import write_atomically
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_shard, rows_of
 from tracedraft.training.objective import OBJECTIVES, Batch, teacher_of_hidden, training_time_test, weighted

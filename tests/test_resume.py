@@ -1,0 +1,139 @@
+"""A run that is killed at any moment and started again ends with the counts of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from test_run import arms, composed, conversations, untimed
+
+from tracedraft.measure import measure
+from tracedraft.records import SUMMARY, read_attempts, read_conversations, read_summary
+
+LEARNING = ("workload=sample_chat", "workload.limit=3", "decode.max_new_tokens=12", "adapter=persistent")
+OFTEN = ("adapter.every=2", "adapter.lr=0.3", "adapter.drift_cap=null", "adapter.min_positions=1")
+SAMPLED = ("decode.temperature=0.7", "adapter.optimizer=adam", "adapter.replay_mib=1")
+KILLS = 50
+
+
+def run_in_child(cfg, folder: Path, seconds: float | None) -> None:
+    """Measure in a forked process, killed after ``seconds`` unless it ends before; None: not killed."""
+    child = os.fork()
+    if child == 0:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            measure(cfg, folder, None)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_fifty_kills_lose_nothing_but_the_conversation_in_progress(tmp_path):
+    """Weights, Adam's moments, replay and draws go on: each later update depends on all of them."""
+    cfg = composed(*LEARNING, *OFTEN, *SAMPLED)
+    run_in_child(cfg, tmp_path / "warm", None)
+    began = time.monotonic()
+    run_in_child(cfg, tmp_path / "whole", None)
+    whole = time.monotonic() - began
+    expected, random = untimed(tmp_path / "whole"), Random(0)
+    losses = [u["loss"] for answer in arms(expected, "adapted") for u in answer["updates"] if u["committed"]]
+    assert len(set(losses)) > 5
+    kills = resumed = trial = 0
+    while kills < KILLS:
+        trial += 1
+        folder, had = tmp_path / f"killed-{trial}", 0
+        while not (folder / SUMMARY).exists():
+            run_in_child(cfg, folder, random.uniform(0, whole))
+            kills += not (folder / SUMMARY).exists()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a line cut short is what a kill may leave
+                got = len(read_conversations(folder)) if (folder / "conversations.jsonl").exists() else 0
+            assert got >= had
+            had = got
+        assert untimed(folder) == expected
+        resumed += any(attempt["from"] for attempt in read_attempts(folder))
+        assert read_summary(folder)["drift"] == read_summary(tmp_path / "whole")["drift"]
+    assert resumed > 2, "no run went on from a record"
+
+
+@pytest.mark.parametrize("adapter", ["fixed", "reset", "persistent"])
+def test_a_run_goes_on_after_each_conversation(tmp_path, adapter):
+    """Also without the last line's newline; the records of earlier attempts are not touched."""
+    learner = () if adapter == "fixed" else OFTEN
+    cfg = composed(*LEARNING[:3], f"adapter={adapter}", *learner)
+    measure(cfg, tmp_path / "whole", None)
+    expected = untimed(tmp_path / "whole")
+    for stop in (1, 2):
+        folder = tmp_path / str(stop)
+        _interrupt(cfg, folder, stop)
+        kept = (folder / "conversations.jsonl").read_bytes()
+        assert kept.count(b"\n") == stop
+        summary = measure(cfg, folder, None)
+        assert (folder / "conversations.jsonl").read_bytes().startswith(kept)
+        assert untimed(folder) == expected
+        assert [attempt["from"] for attempt in summary["provenance"]["attempts"]] == [0, stop]
+        assert list(folder.glob("learner-*")) == []
+
+
+def _interrupt(cfg, folder: Path, after: int) -> None:
+    """Stop a run once ``after`` records are on disk, as SIGINT would, in the middle of the next answer."""
+    from tracedraft import measure as measuring
+
+    converse, served = measuring.converse, []
+
+    def stop(*arguments):
+        if len(served) == after:
+            raise KeyboardInterrupt
+        served.append(1)
+        return converse(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "converse", stop)
+        with pytest.raises(KeyboardInterrupt):
+            measure(cfg, folder, None)
+
+
+def test_a_finished_run_is_not_done_again(tmp_path, capsys):
+    cfg = composed("workload.limit=1")
+    first = measure(cfg, tmp_path, None)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    again = measure(cfg, tmp_path, None)
+    assert json.dumps(again) == json.dumps(read_summary(tmp_path))
+    assert again["tau"] == first["tau"]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "finished" in capsys.readouterr().err
+
+
+def test_a_learner_whose_state_is_gone_is_an_error(tmp_path):
+    from tracedraft.errors import UserError
+
+    cfg = composed(*LEARNING, *OFTEN)
+    _interrupt(cfg, tmp_path, 2)
+    for file in tmp_path.glob("learner-*.pt"):
+        file.unlink()
+    with pytest.raises(UserError, match="state after conversation 2 is missing"):
+        measure(cfg, tmp_path, None)
+    assert len(conversations(tmp_path)) == 2
+
+
+def test_other_threads_are_the_same_run_and_say_so(tmp_path):
+    """Threads change timings, not counts: the attempts tell them apart."""
+    _interrupt(composed(*LEARNING, "threads=1"), tmp_path, 1)
+    summary = measure(composed(*LEARNING, "threads=2"), tmp_path, None)
+    assert [attempt["torch_threads"] for attempt in summary["provenance"]["attempts"]] == [1, 2]
+    torch.set_num_threads(1)
