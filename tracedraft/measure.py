@@ -96,9 +96,8 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         summary, code = {}, 1
         try:
             done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
-            learner = {"drift": arms[1].adapter.drift(), "anchor_lambda": arms[1].adapter.anchor_lambda()}
-            started = {"attempts": records.read_attempts(folder)}
-            summary = {**names, **summaries.summarise(done), **learner, "provenance": {**origin, **started}}
+            attempts = {"attempts": records.read_attempts(folder)}
+            summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
             run.write_summary({**summary, "wandb_error": tracker.error})
             code = 0
         finally:
@@ -108,6 +107,19 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         if tracker.error:
             run.write_summary({**summary, "wandb_error": tracker.error})
     return summary
+
+
+def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, Any]:
+    """The summary's numbers."""
+    numbers, bounds = summaries.summarise(done), summaries.intervals(done)
+    reasons = numbers["null_reasons"] | bounds.pop("null_reasons")
+    if adapter.state() is not None:
+        bounds["interval_caveat"] = (
+            "the learner keeps what it learns, so its conversations depend on each other: "
+            "compare three or more orders (workload.seed) before trusting the interval"
+        )
+    learner = {"drift": adapter.drift(), "anchor_lambda": adapter.anchor_lambda()}
+    return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
 def check_settings(cfg: DictConfig) -> None:

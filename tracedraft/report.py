@@ -27,10 +27,21 @@ def row(summary: dict[str, Any]) -> dict[str, Any]:
     """The numbers of one table row, from a run's summary. What the summary lacks is None."""
     fixed = summary.get("fixed") or {}
     updates = summary.get("updates") or {}
-    names = ("workload", "adapter", "draft", "target", "conversations", "tokens", "speedup", "lossless")
+    names = (
+        "workload",
+        "adapter",
+        "draft",
+        "target",
+        "conversations",
+        "tokens",
+        "speedup",
+        "speedup_interval",
+        "lossless",
+    )
     numbers = ("tau", "tokens_per_s")
+    paired = ("speedup", "speedup_interval")
     return (
-        {name: summary.get(name) for name in names}
+        {name: summary.get(name) for name in (*names, *paired)}
         | {name: summary.get(name) for name in numbers}
         | {f"fixed_{name}": fixed.get(name) for name in numbers}
         | {"committed": updates.get("committed"), "attempted": updates.get("attempted")}
@@ -153,6 +164,10 @@ def _number(value: float | None, digits: int, unit: str = "") -> str:
     return MISSING if value is None else f"{value:.{digits}f}{unit}"
 
 
+def _interval(bounds: list[float] | None) -> str:
+    return "" if bounds is None else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
 def _both_arms(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
     return lambda r: f"{_number(r[f'fixed_{name}'], digits)} → {_number(r[name], digits)}"
 
@@ -165,7 +180,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("tokens", lambda r: _text(r["tokens"])),
     ("fixed → tau", _both_arms("tau", 3)),
     ("fixed → tok/s", _both_arms("tokens_per_s", 1)),
-    ("speedup", lambda r: _number(r["speedup"], 3, "×")),  # noqa: RUF001
+    ("speedup", lambda r: _number(r["speedup"], 3, "×") + _interval(r["speedup_interval"])),  # noqa: RUF001
     ("updates", lambda r: f"{_text(r['committed'])}/{_text(r['attempted'])}"),
     ("lossless", lambda r: {None: MISSING, True: "✓", False: "✗"}[r["lossless"]]),
 )

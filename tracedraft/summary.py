@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
 
 from tracedraft.meter import PHASES
 
 NGRAM = 8
+FEWEST = 3  # conversations, below which an interval says nothing
+RESAMPLES = 9999
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -37,6 +40,58 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "fixed": fixed,
         "null_reasons": reasons | {f"fixed.{k}": v for k, v in fixed_reasons.items()} | paired_reasons,
     }
+
+
+def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """95 % percentile-bootstrap intervals over conversations, both arms of one drawn together.
+
+    Returns:
+        ``tau_gain``, the adapted arm's tau over the fixed one's, with its interval, and ``speedup_interval``;
+        None with its reason where fewer than ``FEWEST`` conversations were paired.
+    """
+    pairs = [pair for record in records if (pair := _paired(record)) is not None]
+    few = None if len(pairs) >= FEWEST else f"{len(pairs)} paired conversations, an interval needs {FEWEST}"
+    sums = [sum(column) for column in zip(*(pair[1] for pair in pairs), strict=True)] if pairs else [0.0] * 4
+    gain = _tau_ratio(*sums) if sums[1] and sums[3] else None
+    numbers: dict[str, Any] = {"tau_gain": gain, "tau_gain_interval": None, "speedup_interval": None}
+    if few is None:
+        numbers["speedup_interval"] = _bootstrap([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
+        numbers["tau_gain_interval"] = _bootstrap([pair[1] for pair in pairs], _tau_ratio)
+    reasons = {key: few or "no verification round" for key, value in numbers.items() if value is None}
+    return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
+
+
+def _paired(record: dict[str, Any]) -> tuple[list[float], list[float]] | None:
+    """(seconds fixed, adapted) and (A, S fixed, A, S adapted) of the turns that both arms answered alike."""
+    turns = [(turn["arms"]["fixed"], turn["arms"]["adapted"]) for turn in record["turns"]]
+    same = [(fixed, adapted) for fixed, adapted in turns if fixed["tokens"] == adapted["tokens"]]
+    if not same:
+        return None
+    arms = list(zip(*same, strict=True))
+    counts = [float(sum(r[name] for r in arm)) for arm in arms for name in ("accepted", "rounds")]
+    return [sum(map(_serving, arm)) for arm in arms], counts
+
+
+def _tau_ratio(fixed_a: Any, fixed_s: Any, adapted_a: Any, adapted_s: Any) -> Any:
+    """tau over tau of sums of accepted tokens and rounds, or of arrays of them."""
+    return ((adapted_a + adapted_s) / adapted_s) / ((fixed_a + fixed_s) / fixed_s)
+
+
+def _bootstrap(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float] | None:
+    """Interval of a ratio of sums over rows [n, k] that are drawn whole."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    def of_sums(*columns: Any, axis: int) -> Any:
+        return ratio(*(column.sum(axis=axis) for column in columns))
+
+    columns = tuple(np.array(rows).T)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = bootstrap(
+            columns, of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0
+        ).confidence_interval
+    bounds = [float(found.low), float(found.high)]
+    return bounds if all(map(math.isfinite, bounds)) else None
 
 
 def _summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
