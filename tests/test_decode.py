@@ -391,6 +391,7 @@ def test_audit_passes_the_true_response_and_finds_a_planted_token(dtype, tempera
     assert audit(target, prompt, tokens[:1], spec, key) == []
     for at in (0, 1, 5, 6, 7, 12, len(tokens) - 1):
         planted = [*tokens[:at], (tokens[at] + 1) % 256, *tokens[at + 1 :]]
-        assert audit(target, prompt, planted, spec, key)[0] == at
+        wrong = audit(target, prompt, planted, spec, key)[0]
+        assert (wrong.index, wrong.said, wrong.own) == (at, planted[at], tokens[at])
     if temperature:
         assert audit(target, prompt, tokens, spec, key + 1) != []

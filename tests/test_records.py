@@ -338,12 +338,12 @@ def response(tokens, rounds=0, accepted=0, trials=(), survivals=(), updates=(), 
     return dataclasses.asdict(made)
 
 
-def record(*arms, id="a", audited=1, mismatches=0, refused=None):
+def record(*arms, id="a", audited=1, mismatches=0, near_ties=0, refused=None):
     turns = [
         {
             "turn": i,
             "prompt_tokens": 4,
-            "lossless": {"audited": audited, "mismatches": mismatches},
+            "lossless": {"audited": audited, "mismatches": mismatches, "near_ties": near_ties},
             "arms": {"fixed": fixed, "adapted": adapted},
         }
         for i, (fixed, adapted) in enumerate(arms)
@@ -440,18 +440,24 @@ def test_outer_learning_is_not_in_the_throughput():
 
 
 @pytest.mark.parametrize(
-    ("audited", "mismatches", "same", "lossless"),
+    ("audited", "mismatches", "ties", "same", "lossless"),
     [
-        (5, 0, True, True),
-        (5, 1, True, False),
-        (5, 0, False, False),
-        (0, 0, True, None),
-        (0, 0, False, False),
+        (5, 0, 0, True, True),
+        (5, 1, 0, True, False),
+        (5, 0, 0, False, False),
+        (5, 0, 1, True, True),
+        (5, 0, 2, False, True),
+        (5, 1, 2, False, False),
+        (0, 0, 0, True, None),
+        (0, 0, 0, False, False),
     ],
 )
-def test_lossless(audited, mismatches, same, lossless):
+def test_lossless(audited, mismatches, ties, same, lossless):
+    """Arms may differ by proven near-ties, and by nothing else."""
     arms = (response([1, 2]), response([1, 2 if same else 3]))
-    summary = summarise([record(arms, audited=audited, mismatches=mismatches), record(arms, audited=0)])
+    first = record(arms, audited=audited, mismatches=mismatches, near_ties=ties)
+    summary = summarise([first, record(arms, audited=0)])
+    assert summary["near_ties"] == ties
     assert summary["lossless"] is lossless
     assert ("lossless" in summary["null_reasons"]) == (lossless is None)
 

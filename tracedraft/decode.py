@@ -11,8 +11,8 @@ import torch
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter, Target
 from tracedraft.meter import Meter
-from tracedraft.types import Evidence, Response, Update, Verdict
-from tracedraft.verify import Sampling, choose, verify_chain
+from tracedraft.types import Evidence, Mismatch, Response, Update, Verdict
+from tracedraft.verify import Sampling, choose, score_gap, verify_chain
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,33 @@ def respond(
     return tally.response(meter.stop(), spec.max_new_tokens)
 
 
-def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int) -> list[int]:
+def respond_plainly(target: Target, prompt: Sequence[int], spec: ChainSpec, key: int, meter: Meter) -> Response:
+    """Answer without a draft, at the best width for it: one token a pass, never padded."""
+    sampling = spec.sampling(key)
+    meter.start()
+    with meter.phase("prefill"):
+        target.begin(spec.capacity(len(prompt), target.context), 1, spec.prefill_chunk)
+        root = choose(target.prefill(prompt).logits, sampling, len(prompt))
+    limit = min(spec.max_new_tokens, target.context - len(prompt))
+    tally = _Tally(int(root), 0, limit, target.eos_ids)
+    none = root[:0]
+    while not tally.ended:
+        with meter.phase("verify"):
+            passed = target.verify(root.new_tensor(tally.tokens[-1:]))
+            tally.keep(verify_chain(passed.logits, none, sampling, len(prompt) + len(tally.tokens)))
+            target.commit(1)
+    return tally.response(meter.stop(), spec.max_new_tokens)
+
+
+def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int) -> list[Mismatch]:
     """Check a response against the target alone, without any draft.
 
     The target is fed the response itself, in passes of the served shapes, and must choose each of its
     tokens at its prefix. By induction the response then equals what the target says token by token.
+    Where it would choose another, both are scored again at a higher precision.
 
     Returns:
-        indices into ``tokens`` at which the target chooses another token; empty when lossless.
+        the tokens that the target would not have said; empty when not one differs.
     """
     sampling = spec.sampling(key)
     target.begin(spec.capacity(len(prompt), target.context), spec.width, spec.prefill_chunk)
@@ -169,4 +188,12 @@ def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: Ch
         passed = target.verify(piece)
         target.commit(len(piece))
         chosen += choose(passed.logits[: len(piece)], sampling, len(prompt) + start + 1).tolist()
-    return [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
+    differ = [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
+    return [_mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
+
+
+def _mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+    logits = target.exact_logits(prefix)
+    scale = float(logits.abs().max()) / (sampling.temperature or 1.0)
+    gap = score_gap(logits, sampling, len(prefix), said)
+    return Mismatch(index, said, own, gap, target.rounding * scale)

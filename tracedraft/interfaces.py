@@ -48,6 +48,15 @@ class Target(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of final hidden states [n, H]."""
 
+    @property
+    @abstractmethod
+    def rounding(self) -> float:
+        """How far, relative to the largest, logits of passes of different shape may lie apart by rounding alone."""
+
+    @abstractmethod
+    def exact_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [V] after ``tokens``, recomputed from nothing at a precision above the served one."""
+
 
 class Draft(ABC):
     """The small model that proposes."""

@@ -19,7 +19,7 @@ from tracedraft import chat, records
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
-from tracedraft.decode import ChainSpec, audit, respond
+from tracedraft.decode import ChainSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
@@ -32,6 +32,7 @@ from tracedraft.verify import noise_key
 
 GROUPS = ("target", "draft", "adapter", "workload", "decode")
 WARM_UP_TOKENS = 24
+PLAIN = "plain"  # the arm without a draft
 ALL_THREADS = torch.get_num_threads()
 
 
@@ -46,12 +47,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Bench:
-    """What both arms run on."""
+    """What all arms run on; ``plain``: decoding without a draft is timed beside them."""
 
     served: Served
     decode: ChainSpec
     seed: int
     meter: Meter
+    plain: bool = False
 
 
 def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
@@ -73,10 +75,10 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
-    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device))
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain)
     check_cache(bench, conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
-    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed}, contents), "data": data}
+    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed, "plain": cfg.plain}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
     origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     if done := records.finished(folder, identity["fingerprint"]):
@@ -124,9 +126,10 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
 
 def check_settings(cfg: DictConfig) -> None:
     """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
-    seed, threads, mode, tags = cfg.seed, cfg.threads, cfg.wandb.mode, cfg.wandb.tags
+    seed, plain, threads, mode, tags = cfg.seed, cfg.plain, cfg.threads, cfg.wandb.mode, cfg.wandb.tags
     rules = (
         ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
+        ("plain", plain, type(plain) is bool, "true or false"),
         ("threads", threads, threads is None or (type(threads) is int and threads > 0), "1 or more, or null for all"),
         ("wandb.mode", mode, mode in MODES, f"one of {', '.join(MODES)}"),
         ("wandb.tags", tags, OmegaConf.is_list(tags), "a list, as [a,b]"),
@@ -230,13 +233,14 @@ def converse(
 ) -> dict[str, Any]:
     """Answer every turn with both arms, the fixed one first on even conversations, and audit the answers."""
     target, tokenizer = bench.served.target, bench.served.tokenizer
-    order = arms if index % 2 == 0 else arms[::-1]
+    by_name = {arm.name: arm for arm in arms}
+    order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
     record: dict[str, Any] = {
         "index": index,
         "id": conversation.id,
         "domain": conversation.domain,
         "occurrence": conversation.occurrence,
-        "order": [arm.name for arm in order],
+        "order": order,
         "refused": None,
         "turns": [],
     }
@@ -251,25 +255,35 @@ def converse(
             break
         key = noise_key(bench.seed, conversation, turn)
         answers = {}
-        for arm in order:
-            answer = respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
-            answers[arm.name] = answer
-            report(arm.name, answer)
+        for name in order:
+            arm = by_name.get(name)
+            if arm is None:
+                answers[name] = respond_plainly(target, prompt, bench.decode, key, bench.meter)
+            else:
+                answers[name] = respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+            report(name, answers[name])
         record["turns"].append(turn_record(bench, turn, prompt, answers, key))
         history.append({"role": "assistant", "content": record["turns"][-1]["text"]})
     return record
 
 
 def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:
-    """Counts of both arms, and the audit of each distinct response against the target alone."""
-    distinct = {tuple(answer.tokens) for answer in answers.values()}
-    wrong = [audit(bench.served.target, prompt, tokens, bench.decode, key) for tokens in sorted(distinct)]
+    """Counts of all arms, and the audit of each distinct response against the target alone."""
+    distinct = sorted({tuple(answer.tokens) for answer in answers.values()})
+    wrong = [w for tokens in distinct for w in audit(bench.served.target, prompt, tokens, bench.decode, key)]
+    ties = sum(w.near_tie for w in wrong)
+    found = [{**dataclasses.asdict(w), "near_tie": w.near_tie} for w in wrong]
     adapted = answers["adapted"]
     return {
         "turn": turn,
         "prompt_tokens": len(prompt),
         "text": chat.decode(bench.served.tokenizer, answers["fixed"].tokens),
-        "lossless": {"audited": sum(map(len, distinct)), "mismatches": sum(map(len, wrong))},
+        "lossless": {
+            "audited": sum(map(len, distinct)),
+            "mismatches": len(wrong) - ties,
+            "near_ties": ties,
+            "differing": found,
+        },
         "not_updated": None if adapted.updates else f"ended after {adapted.rounds} rounds without an update due",
         "arms": {name: dataclasses.asdict(answer) for name, answer in answers.items()},
     }

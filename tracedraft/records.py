@@ -166,7 +166,9 @@ def refuse_other(path: Path, fingerprint: str) -> int:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is not a folder: {_CHOOSE}")
     attempts = read_attempts(path)
-    if not attempts and any(os.path.lexists(path / name) for name in (CONVERSATIONS, CONFIG)):
+    # In this order: a run that starts this moment makes its attempts file first.
+    unknown = any((path / name).exists() for name in (CONVERSATIONS, CONFIG)) and not (path / ATTEMPTS).exists()
+    if unknown:
         raise UserError(f"{path} already holds a run that doesn't say which: {_CHOOSE}")
     if attempts and attempts[0]["fingerprint"] != fingerprint:
         raise UserError(

@@ -27,17 +27,7 @@ def row(summary: dict[str, Any]) -> dict[str, Any]:
     """The numbers of one table row, from a run's summary. What the summary lacks is None."""
     fixed = summary.get("fixed") or {}
     updates = summary.get("updates") or {}
-    names = (
-        "workload",
-        "adapter",
-        "draft",
-        "target",
-        "conversations",
-        "tokens",
-        "speedup",
-        "speedup_interval",
-        "lossless",
-    )
+    names = ("workload", "adapter", "draft", "target", "conversations", "tokens", "lossless", "near_ties")
     numbers = ("tau", "tokens_per_s")
     paired = ("speedup", "speedup_interval")
     return (
@@ -168,6 +158,10 @@ def _interval(bounds: list[float] | None) -> str:
     return "" if bounds is None else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
+def _ties(count: int | None) -> str:
+    return f" ({count} near-tie{'s' * (count > 1)})" if count else ""
+
+
 def _both_arms(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
     return lambda r: f"{_number(r[f'fixed_{name}'], digits)} → {_number(r[name], digits)}"
 
@@ -182,7 +176,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("fixed → tok/s", _both_arms("tokens_per_s", 1)),
     ("speedup", lambda r: _number(r["speedup"], 3, "×") + _interval(r["speedup_interval"])),  # noqa: RUF001
     ("updates", lambda r: f"{_text(r['committed'])}/{_text(r['attempted'])}"),
-    ("lossless", lambda r: {None: MISSING, True: "✓", False: "✗"}[r["lossless"]]),
+    ("lossless", lambda r: {None: MISSING, True: "✓", False: "✗"}[r["lossless"]] + _ties(r["near_ties"])),
 )
 
 

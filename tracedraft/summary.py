@@ -38,6 +38,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "turns": len(turns),
         "refused": {"count": len(refused), "ids": refused},
         "fixed": fixed,
+        **_plainly(turns),
         "null_reasons": reasons | {f"fixed.{k}": v for k, v in fixed_reasons.items()} | paired_reasons,
     }
 
@@ -142,14 +143,16 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     speedup = _ratio(sum(_serving(f) for f, _ in same), sum(_serving(a) for _, a in same))
     audited = sum(turn["lossless"]["audited"] for turn in turns)
     mismatches = sum(turn["lossless"]["mismatches"] for turn in turns)
-    # Arms that differ can't both be the target's output, so they disprove it without an audit.
-    lossless = False if mismatches or differ else (True if audited else None)
+    ties = sum(turn["lossless"]["near_ties"] for turn in turns)
+    # Arms that differ by no near-tie can't both be the target's output: they disprove it without an audit.
+    lossless = False if mismatches or differ > ties else (True if audited else None)
     numbers = {
         "speedup": speedup,
         "speedup_turns": len(same),
         "lossless": lossless,
         "audited": audited,
         "mismatches": mismatches,
+        "near_ties": ties,
         "arms_differ": differ,
     }
     reasons = {}
@@ -158,6 +161,20 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     if lossless is None:
         reasons["lossless"] = "nothing was audited"
     return numbers, reasons
+
+
+def _plainly(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arm without a draft, where there is one, and what speculation gains over it on the same tokens."""
+    with_plain = [turn["arms"] for turn in turns if "plain" in turn["arms"]]
+    if not with_plain:
+        return {}
+    plain, _ = _summarise_arm([arms["plain"] for arms in with_plain])
+    over = {}
+    for name in ("fixed", "adapted"):
+        same = [(a["plain"], a[name]) for a in with_plain if a["plain"]["tokens"] == a[name]["tokens"]]
+        over[name] = _ratio(sum(_serving(p) for p, _ in same), sum(_serving(a) for _, a in same))
+    kept = ("tokens", "tokens_per_s", "seconds")
+    return {"plain": {key: plain[key] for key in kept}, "speedup_over_plain": over}
 
 
 def _serving(response: dict[str, Any]) -> float:

@@ -135,6 +135,29 @@ class Update:
     held_out_after: float | None = None
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """A token of a response that the target, asked again, would not have said.
+
+    Attributes:
+        index: into the response's tokens.
+        said, own: the response's token and the target's.
+        gap: how much lower ``said`` scores than the best token, recomputed at a higher precision; with the
+            sampling noise in it, where there is any.
+        bound: the gap up to which rounding at the served precision explains the difference.
+    """
+
+    index: int
+    said: int
+    own: int
+    gap: float
+    bound: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap <= self.bound
+
+
 @dataclass
 class Response:
     """One answered turn. Counts only; ratios are computed from sums of them.

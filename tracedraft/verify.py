@@ -104,6 +104,29 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     return ids.gather(1, perturbed.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
+def score_gap(logits: Tensor, sampling: Sampling, position: int, token: int) -> float:
+    """By how much logits [V] (over the temperature) must change for ``token`` to be chosen at ``position``.
+
+    Of a token outside the support also by how much to let it in: up to the k-th score, and for the nucleus
+    four times the mass that is too much, since a change of x moves a mass by at most x/4.
+    """
+    scores = (logits.double() / (sampling.temperature or 1.0))[None]
+    own = scores[0, token]
+    if sampling.temperature == 0:
+        return float(scores.max() - own)
+    ids, kept = warped(logits[None], sampling)
+    positions = torch.tensor([position], device=logits.device)
+    best = (kept.double() + gumbel(sampling.key, positions, ids)).max()
+    gaps = [best - own - gumbel(sampling.key, positions, ids.new_tensor([[token]]))[0, 0]]
+    if sampling.top_k:
+        gaps.append(scores[0].topk(min(sampling.top_k, len(logits))).values[-1] - own)
+    if sampling.top_p < 1:
+        within = scores[0].topk(min(sampling.top_k or len(logits), len(logits))).values
+        above = (within[within > own] - within.logsumexp(dim=0)).exp().sum()
+        gaps.append(4 * (above - sampling.top_p))
+    return max(0.0, *map(float, gaps))
+
+
 def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: int) -> Verdict:
     """Accept the longest prefix of ``drafted`` [K] that the target would have said itself.
 

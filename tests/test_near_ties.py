@@ -1,0 +1,102 @@
+"""Mismatches of an audit: what rounding explains, what it does not, and the arm without a draft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import CPU, chain, plain_greedy, tiny
+from test_run import composed, conversations
+
+from tracedraft.decode import audit, respond_plainly
+from tracedraft.measure import measure
+from tracedraft.meter import Meter
+from tracedraft.verify import Sampling, choose, score_gap
+
+PROMPT = list(b"Name three rivers.")
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 7, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_gap_is_what_a_logit_lacks_to_be_chosen(temperature, cut):
+    """Of the chosen token it is 0; raising another's logit by a little more than its gap makes it the chosen one,
+    and, without a nucleus, by a little less does not. Beside a nucleus the gap is a bound from above."""
+    generator = torch.Generator().manual_seed(0)
+    for position in range(40):
+        logits = 3 * torch.randn(30, generator=generator)
+        sampling = Sampling(temperature, cut.get("top_p", 1.0), cut.get("top_k", 0), key=5)
+        chosen = int(choose(logits[None], sampling, position))
+        assert score_gap(logits, sampling, position, chosen) == pytest.approx(0, abs=1e-6)
+        for token in range(30):
+            gap = score_gap(logits, sampling, position, token) * (temperature or 1.0)
+            if token == chosen:
+                continue
+            assert gap > 0
+            raised = logits.clone()
+            raised[token] += gap + (1e-4 if "top_p" not in cut else 3.0 * temperature)
+            if "top_p" not in cut:
+                assert int(choose(raised[None], sampling, position)) == token
+                raised[token] -= 2e-4
+                assert int(choose(raised[None], sampling, position)) != token
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_difference_is_a_near_tie_only_if_the_exact_scores_lie_close(monkeypatch, temperature):
+    target = tiny("bfloat16").target
+    spec = chain(temperature=temperature, max_new_tokens=20)
+    tokens = respond_plainly(target, PROMPT, spec, 3, Meter(CPU)).tokens
+    planted = [*tokens[:9], (tokens[9] + 1) % 256, *tokens[10:]]
+    wrong = audit(target, PROMPT, planted, spec, 3)[0]
+    assert not wrong.near_tie
+    assert wrong.gap > wrong.bound > 0
+    real = target.exact_logits
+    for share, near in ((0.9, True), (1.1, False)):
+
+        def close(prefix, share=share):
+            logits = real(prefix).clone()
+            if len(prefix) == len(PROMPT) + 9:
+                assert prefix == [*PROMPT, *tokens[:9]]
+                logits[planted[9]] += (wrong.gap - share * wrong.bound) * (temperature or 1.0)
+            return logits
+
+        monkeypatch.setattr(target, "exact_logits", close)
+        again = audit(target, PROMPT, planted, spec, 3)[0]
+        assert again.near_tie is near
+        assert again.gap == pytest.approx(share * wrong.bound, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_logits_are_those_of_a_pass_from_nothing(dtype):
+    """At the precision above: what they differ by from the served ones is the served precision's rounding."""
+    target = tiny(dtype).target
+    exact = target.exact_logits(PROMPT)
+    target.begin(64, 8, 32)
+    served = target.prefill(PROMPT).logits[0]
+    assert exact.dtype is (torch.float64 if dtype == "float32" else torch.float32)
+    assert 0 < (exact - served).abs().max() <= 2 * target.rounding * exact.abs().max()
+    assert target.model.norm.weight.dtype is getattr(torch, dtype)
+
+
+def test_plain_decoding_is_the_targets_own():
+    target = tiny("float32").target
+    made = respond_plainly(target, PROMPT, chain(max_new_tokens=30), 0, Meter(CPU))
+    assert made.tokens == plain_greedy(target, PROMPT, 30)
+    assert (made.accepted, made.rounds) == (0, len(made.tokens) - 1)
+    assert made.trials == []
+
+
+def test_a_third_arm_without_a_draft_is_timed_beside_the_two(tmp_path):
+    summary = measure(composed("plain=true", "workload.limit=3"), tmp_path, None)
+    assert [record["order"] for record in conversations(tmp_path)] == [
+        ["fixed", "adapted", "plain"],
+        ["plain", "adapted", "fixed"],
+        ["fixed", "adapted", "plain"],
+    ]
+    assert summary["plain"]["tokens"] == summary["tokens"]
+    seconds = summary["plain"]["seconds"]
+    assert seconds["propose"] == seconds["update"] == 0
+    whole = {name: sum(summary[name]["seconds"].values()) for name in ("plain", "fixed")}
+    assert summary["speedup_over_plain"]["fixed"] == pytest.approx(whole["plain"] / whole["fixed"])
+    assert summary["lossless"] is True
+    assert "plain" not in json.loads((tmp_path / "summary.json").read_text())["null_reasons"]
