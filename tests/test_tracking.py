@@ -101,6 +101,20 @@ def test_offline_runs_of_one_process_keep_their_own_rows(tmp_path):
         assert of_type(found, "exit")["exit_code"] == 0
 
 
+def test_a_table_is_kept_with_the_run_and_an_empty_one_is_not(tmp_path):
+    t = tracker(tmp_path)
+    t.log({"tau": 1.5}, 0)
+    t.table("updates", ("round", "reason"), [[5, ""], [10, "drift over cap"]])
+    t.table("none", ("round",), [])
+    t.finish({}, exit_code=0)
+    assert t.error is None
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json")
+    assert json.loads(file.read_text()) == {"columns": ["round", "reason"], "data": [[5, ""], [10, "drift over cap"]]}
+    keys = [key for item in history(read_wandb(tmp_path)) for key in item]
+    assert any(key.startswith("updates") for key in keys)
+    assert not any(key.startswith("none") for key in keys)
+
+
 class Client:
     """Stands in for a W&B run; the named method raises."""
 

@@ -49,12 +49,17 @@ def build_spec(node: DictConfig, key: str) -> Any:
         resolved = OmegaConf.to_container(node, resolve=True)
         assert isinstance(resolved, dict)
         resolved.pop("_target_")
-        merged = OmegaConf.merge(OmegaConf.structured(cls), resolved)
+        nested = {n: build_spec(node[n], f"{key}.{n}") for n, v in resolved.items() if _is_spec(v)}
+        merged = OmegaConf.merge(OmegaConf.structured(cls), resolved | nested)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         full = str(getattr(error, "full_key", None) or key)
         where = full if full == key or full.startswith(f"{key}.") else f"{key}.{full}"
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tracedraft import chat, records
+from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
@@ -99,6 +100,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         try:
             done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
             attempts = {"attempts": records.read_attempts(folder)}
+            tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
             run.write_summary({**summary, "wandb_error": tracker.error})
             code = 0
@@ -193,7 +195,7 @@ def stream(
                     run.keep_learner(index + 1, partial(torch.save, state))
             run.append(record)
             done.append(record)
-            mirror(mirror_row(summaries.summarise([record])), index)
+            mirror(rows.row(record), index)
             progress.conversation(record)
     return done
 
@@ -264,6 +266,7 @@ def converse(
             report(name, answers[name])
         record["turns"].append(turn_record(bench, turn, prompt, answers, key))
         history.append({"role": "assistant", "content": record["turns"][-1]["text"]})
+    record["drift"] = arms[1].adapter.drift()
     return record
 
 
@@ -287,13 +290,3 @@ def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, R
         "not_updated": None if adapted.updates else f"ended after {adapted.rounds} rounds without an update due",
         "arms": {name: dataclasses.asdict(answer) for name, answer in answers.items()},
     }
-
-
-def mirror_row(summary: dict[str, Any]) -> dict[str, Any]:
-    """What W&B shows over the stream: this conversation's numbers, the fixed arm's beside them."""
-    names = ("tau", "tokens_per_s", "rounds", "accepted", "tokens")
-    row = {name: summary[name] for name in names} | {f"fixed.{name}": summary["fixed"][name] for name in names}
-    depths = {f"acceptance.{d}": share for d, share in enumerate(summary["acceptance_by_depth"] or [], 1)}
-    updates = {f"updates.{name}": summary["updates"][name] for name in ("attempted", "committed")}
-    row |= depths | updates | {"speedup": summary["speedup"], "mismatches": summary["mismatches"]}
-    return {name: value for name, value in row.items() if value is not None}

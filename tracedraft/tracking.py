@@ -14,6 +14,7 @@ from tracedraft.errors import UserError
 
 MODES = ("online", "offline", "disabled")
 FINISH_TIMEOUT = 120.0  # seconds
+SAMPLING = 15.0  # seconds between system metrics: both arms share what it costs
 
 
 class Tracker(ABC):
@@ -31,6 +32,10 @@ class Tracker(ABC):
         """Mirror one row; nested dicts become dotted keys. ``step`` grows from row to row."""
 
     @abstractmethod
+    def table(self, name: str, columns: Sequence[str], rows: Any) -> None:
+        """Mirror a whole table, a list of rows."""
+
+    @abstractmethod
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Mirror the summary, flush everything and end. ``exit_code`` 0 marks success."""
 
@@ -42,6 +47,9 @@ class NullTracker(Tracker):
         self.error = None
 
     def log(self, row: dict[str, Any], step: int) -> None:
+        pass
+
+    def table(self, name: str, columns: Sequence[str], rows: Any) -> None:
         pass
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
@@ -69,7 +77,7 @@ class WandbTracker(Tracker):
                 console="off",
                 disable_git=True,  # ours is in the config, for the right checkout
                 disable_code=True,
-                x_disable_stats=True,  # its sampling would share the cores that are being timed
+                x_stats_sampling_interval=SAMPLING,
                 finish_timeout=FINISH_TIMEOUT,  # by default a lost network holds the process for hours
                 finish_timeout_raises=True,
             )
@@ -80,6 +88,15 @@ class WandbTracker(Tracker):
 
     def log(self, row: dict[str, Any], step: int) -> None:
         self._try("log", lambda: self._run.log(flatten(row), step=step))
+
+    def table(self, name: str, columns: Sequence[str], rows: Any) -> None:
+        def add() -> None:
+            import wandb
+
+            self._run.log({name: wandb.Table(columns=list(columns), data=rows)})
+
+        if rows:
+            self._try("table", add)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         run, self._run = self._run, None
