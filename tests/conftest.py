@@ -97,7 +97,7 @@ def tiny(dtype: str, seed: int = 0) -> Served:
 
 def chain(**changes) -> ChainSpec:
     base = {"chain_length": 5, "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    return ChainSpec("chain", **(base | {"prefill_chunk": 16, "cache_bucket": 64} | changes))
+    return ChainSpec("chain", **(base | {"prefill_chunk": 16, "cache_bucket": 64, "acceptance": "exact"} | changes))
 
 
 def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:

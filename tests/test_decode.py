@@ -248,7 +248,7 @@ def test_prompts_of_any_length_in_chunks_of_any_size(golden_target, golden_draft
 
 @pytest.mark.parametrize(
     "change", [{"chain_length": 0}, {"max_new_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1},
-               {"top_k": -1}, {"prefill_chunk": 0}, {"cache_bucket": 0}],
+               {"top_k": -1}, {"acceptance": "typical"}, {"prefill_chunk": 0}, {"cache_bucket": 0}],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name(change):
     key, value = next(iter(change.items()))

@@ -22,6 +22,7 @@ def test_replay_counts_what_serving_counts(meter, golden_target, tmp_path):
     for temperature in (0.0, 0.3):
         spec = ChainSpec(
             name="chain", chain_length=5, max_new_tokens=60, temperature=temperature, top_p=1.0, top_k=0,
+            acceptance="exact",
             prefill_chunk=16, cache_bucket=32,
         )  # fmt: skip
         for case in golden_json("eagle3_e2e")["prompts"]:

@@ -140,7 +140,7 @@ class Oracle(Draft):
         self.at = self.at + len(tokens) if self.at else 1
         return taps
 
-    def propose(self, length: int) -> Proposal:
+    def propose(self, length: int, pick=None) -> Proposal:
         ahead = self.text[self.at : self.at + length]
         return Proposal(torch.tensor(ahead + [0] * (length - len(ahead))))
 

@@ -343,6 +343,7 @@ def record(*arms, id="a", audited=1, mismatches=0, near_ties=0, refused=None):
         {
             "turn": i,
             "prompt_tokens": 4,
+            "paired": True,
             "lossless": {"audited": audited, "mismatches": mismatches, "near_ties": near_ties},
             "arms": {"fixed": fixed, "adapted": adapted},
         }

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter, Target
 from tracedraft.meter import Meter
-from tracedraft.types import Evidence, Mismatch, Response, Update, Verdict
+from tracedraft.rejection import picker, verify_rejection
+from tracedraft.types import Evidence, Mismatch, Proposal, Response, Update, Verdict
 from tracedraft.verify import Sampling, choose, score_gap, verify_chain
+
+ACCEPTANCES = ("exact", "rejection")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class ChainSpec:
     """How responses are decoded: a chain of ``chain_length`` drafted tokens a round.
 
     Attributes:
+        acceptance: "exact", the target's own draw, the same whatever is drafted; "rejection", classical
+            speculative sampling, lossless in distribution only.
         prefill_chunk, cache_bucket: tokens; the fixed shapes of prefill passes and of the KV cache.
     """
 
@@ -29,6 +35,7 @@ class ChainSpec:
     temperature: float
     top_p: float
     top_k: int
+    acceptance: str
     prefill_chunk: int
     cache_bucket: int
 
@@ -40,6 +47,8 @@ class ChainSpec:
             raise UserError(f"decode.temperature={self.temperature}: expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"decode.top_p={self.top_p}: expected a share in (0, 1]")
+        if self.acceptance not in ACCEPTANCES:
+            raise UserError(f"decode.acceptance={self.acceptance}: expected one of {', '.join(ACCEPTANCES)}")
         if self.top_k < 0:
             raise UserError(f"decode.top_k={self.top_k}: expected 0 (no limit) or more")
 
@@ -49,7 +58,7 @@ class ChainSpec:
         return -(-(self.chain_length + 1) // 8) * 8
 
     def sampling(self, key: int) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, key)
+        return Sampling(self.temperature, self.top_p, self.top_k, key, self.acceptance == "rejection")
 
     def capacity(self, prompt: int, context: int) -> int:
         """KV rows for a response to ``prompt`` tokens, the padding of the last passes included."""
@@ -136,11 +145,12 @@ def respond(
             if update := adapter.maybe_update(tally.rounds):
                 tally.updates.append(update)
         with meter.phase("propose"):
-            drafted = draft.propose(spec.chain_length).tokens
+            proposal = draft.propose(spec.chain_length, picker(sampling, len(prompt) + len(tally.tokens)))
+            drafted = proposal.tokens
         with meter.phase("verify"):
             passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)))
             position = len(prompt) + len(tally.tokens)
-            kept = tally.keep(verify_chain(passed.logits, drafted, sampling, position))
+            kept = tally.keep(verdict(passed.logits, proposal, sampling, position))
             target.commit(len(kept))
         with meter.phase("propose"):
             last, slots = slots[-1:], draft.extend(passed.taps[: len(kept)], drafted.new_tensor(kept))
@@ -149,6 +159,13 @@ def respond(
             adapter.observe(Evidence("response", features, passed.logits[: len(kept)].__getitem__))
     adapter.end_response()
     return tally.response(meter.stop(), spec.max_new_tokens)
+
+
+def verdict(logits: Tensor, proposal: Proposal, sampling: Sampling, position: int) -> Verdict:
+    """What of the proposal stands; see ``verify_chain`` and ``verify_rejection``."""
+    if proposal.probabilities is None:
+        return verify_chain(logits, proposal.tokens, sampling, position)
+    return verify_rejection(logits, proposal, sampling, position)
 
 
 def respond_plainly(target: Target, prompt: Sequence[int], spec: ChainSpec, key: int, meter: Meter) -> Response:

@@ -7,12 +7,14 @@ live object. Classes here are abstract; implementations are final.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Update
+
+Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Target(ABC):
@@ -75,8 +77,12 @@ class Draft(ABC):
         """Consume n true slots (taps H_i [n, taps*H], token x_{i+1} [n]); return pre-norm outputs [n, H]."""
 
     @abstractmethod
-    def propose(self, length: int) -> Proposal:
-        """Draft ``length`` tokens after the last true slot. Leaves no trace in the KV cache."""
+    def propose(self, length: int, pick: Pick | None = None) -> Proposal:
+        """Draft ``length`` tokens after the last true slot. Leaves no trace in the KV cache.
+
+        Args:
+            pick: draws index [1] and probabilities [1, D] from logits [1, D] at a depth; None: the likeliest.
+        """
 
 
 class DraftSpec(ABC):

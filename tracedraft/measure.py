@@ -272,7 +272,9 @@ def converse(
 
 def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:
     """Counts of all arms, and the audit of each distinct response against the target alone."""
-    distinct = sorted({tuple(answer.tokens) for answer in answers.values()})
+    paired = not bench.decode.sampling(key).rejection
+    # Under rejection sampling there is nothing to compare with: other draws are as right.
+    distinct = sorted({tuple(answer.tokens) for answer in answers.values()}) if paired else []
     wrong = [w for tokens in distinct for w in audit(bench.served.target, prompt, tokens, bench.decode, key)]
     ties = sum(w.near_tie for w in wrong)
     found = [{**dataclasses.asdict(w), "near_tie": w.near_tie} for w in wrong]
@@ -281,6 +283,7 @@ def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, R
         "turn": turn,
         "prompt_tokens": len(prompt),
         "text": chat.decode(bench.served.tokenizer, answers["fixed"].tokens),
+        "paired": paired,
         "lossless": {
             "audited": sum(map(len, distinct)),
             "mismatches": len(wrong) - ties,

@@ -137,6 +137,8 @@ def _summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dic
 
 
 def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    if not all(turn["paired"] for turn in turns):
+        return _unpaired(turns)
     pairs = [(turn["arms"]["fixed"], turn["arms"]["adapted"]) for turn in turns]
     same = [(f, a) for f, a in pairs if f["tokens"] == a["tokens"]]
     differ = len(pairs) - len(same)
@@ -161,6 +163,25 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     if lossless is None:
         reasons["lossless"] = "nothing was audited"
     return numbers, reasons
+
+
+def _unpaired(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Rejection sampling: each arm says something else, so only their rates can be compared."""
+    rates = []
+    for name in ("fixed", "adapted"):
+        arm = [turn["arms"][name] for turn in turns]
+        rates.append(_ratio(sum(len(r["tokens"]) for r in arm), sum(map(_serving, arm))))
+    missing = dict.fromkeys(("speedup", "lossless", "arms_differ"))
+    ratio = rates[1] / rates[0] if rates[0] and rates[1] else None
+    numbers = {
+        **missing,
+        "speedup_turns": 0,
+        "audited": 0,
+        "mismatches": 0,
+        "near_ties": 0,
+        "unpaired_speedup": ratio,
+    }
+    return numbers, dict.fromkeys(missing, "rejection sampling: the arms' responses differ by nature")
 
 
 def _plainly(turns: list[dict[str, Any]]) -> dict[str, Any]:

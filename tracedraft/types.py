@@ -57,9 +57,17 @@ class TargetPass:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A chain of drafted tokens: ``tokens`` [K] int64, target ids, each following the one before."""
+    """A chain of drafted tokens, each following the one before.
+
+    Attributes:
+        tokens: [K] int64, target ids.
+        probabilities: [K, D] that sampled tokens were drawn from; None where they are the likeliest.
+        vocab: [D] target id of each of their columns.
+    """
 
     tokens: Tensor
+    probabilities: Tensor | None = None
+    vocab: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,16 @@ CANDIDATES = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's tokens are drawn. temperature 0: greedy. top_k 0 and top_p 1: no cut."""
+    """How the target's tokens are drawn. temperature 0: greedy. top_k 0 and top_p 1: no cut.
+
+    ``rejection``: the draft samples too, and the target accepts or replaces; see ``rejection.py``.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     key: int = 0
+    rejection: bool = False
 
 
 def noise_key(seed: int, conversation: Conversation, turn: int) -> int:
@@ -46,12 +50,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ shifted(x, 31)
 
 
-def gumbel(key: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise [T, m] in fp64 for token ids [T, m] at absolute positions [T]."""
+def uniform(key: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """Noise in (0, 1), [T, m] in fp64, for token ids [T, m] at absolute positions [T]."""
     row = _mix(positions[:, None] * -7046029254386353131 + key)
     bits = (_mix(row + ids * -4417276706812531889) >> 11) & ((1 << 53) - 1)
-    uniform = (bits.double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
+    return (bits.double() + 0.5) * 2.0**-53
+
+
+def gumbel(key: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise [T, m] in fp64, as ``uniform``."""
+    return -torch.log(-torch.log(uniform(key, positions, ids)))
 
 
 def warped(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft, DraftSpec
+from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
 from tracedraft.target import DTYPES, LlamaTarget
@@ -50,13 +50,19 @@ class Eagle3Draft(Draft):
         return torch.cat(parts)
 
     @torch.inference_mode()
-    def propose(self, length: int) -> Proposal:
-        features, drafted = self.last, []
+    def propose(self, length: int, pick: Pick | None = None) -> Proposal:
+        features, drafted, shares = self.last, [], []
         for depth in range(length):
             if depth:
                 features = self._slots(features, drafted[-1], self.length + depth - 1)
-            drafted.append(self.head.vocab[self.head.logits(features).argmax(dim=1)])
-        return Proposal(tokens=torch.cat(drafted))
+            logits = self.head.logits(features)
+            if pick is None:
+                index = logits.argmax(dim=1)
+            else:
+                index, share = pick(logits, depth)
+                shares.append(share)
+            drafted.append(self.head.vocab[index])
+        return Proposal(torch.cat(drafted), torch.cat(shares) if shares else None, self.head.vocab)
 
     def _slots(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
