@@ -70,15 +70,21 @@ def write_corpus(served: Served, text: corpus.TextSpec, folder: Path, benchmarks
     total = len(text.makers(served)) * text.batch * text.length
     have = len(corpus.shards(folder)) * text.batch * text.length
     task = bar.add_task("corpus", total=total, completed=min(have, total), note="tokens")
+    shard, began, new = text.batch * text.length, time.monotonic(), 0
     for written in corpus.write(served, text, folder, prompts):
         bar.advance(task, written)
+        new += written
+        if new % shard == 0 and not bar.console.is_terminal:
+            rate = new / (time.monotonic() - began)
+            left = (total - min(have, total) - new) / rate / 60
+            bar.console.print(f"corpus: {have + new}/{total} tokens, {rate:.0f} tokens/s, {left:.0f} min left")
 
 
 def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Path, bar: Progress) -> None:
     trainer = loop.Trainer(served.target, files, spec)
     trainer.resume(folder)
     task = bar.add_task("training", total=trainer.steps, completed=trainer.step, note="")
-    began, held_out = time.monotonic(), ""
+    began, start, held_out = time.monotonic(), trainer.step, ""
 
     def report(done: loop.Progress) -> None:
         nonlocal held_out
@@ -87,7 +93,9 @@ def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Pa
             with (folder / "curve.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(point) + "\n")
             held_out = f"held-out tau {show(point['tau_greedy'])} greedy, {show(point['tau_sampled'])} sampled"
-            bar.console.print(f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {held_out}", highlight=False)
+            left = point["seconds"] / (done.step - start) * (done.steps - done.step) / 60
+            line = f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {held_out}  {left:.0f} min left"
+            bar.console.print(line, highlight=False)
         bar.update(task, completed=done.step, note=f"loss {done.loss:.3f}  {held_out}")
 
     trainer.run(folder, report)

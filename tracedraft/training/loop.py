@@ -23,9 +23,6 @@ from tracedraft.training.replay import Tally, hits, replay
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
 
 
-OPTIMIZERS = ("adamw", "muon")
-
-
 @dataclass(frozen=True)
 class TrainingSpec:
     """How to train.
@@ -38,8 +35,7 @@ class TrainingSpec:
         loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
-        optimizer: "adamw", or "muon" for the layer's matrices and AdamW for head and norms.
-        lr, warmup_steps, final_lr: peak of a cosine schedule, and the share of it that it ends at.
+        lr, warmup_steps, final_lr: AdamW's, peak of a cosine schedule, and the share of it that it ends at.
         evaluate_every: optimiser steps between held-out checks and checkpoints.
         held_out_tokens: replayed at each check.
         patience: checks without a better tau before training stops; None: never.
@@ -55,7 +51,6 @@ class TrainingSpec:
     epochs: int
     batch: int
     length: int
-    optimizer: str
     lr: float
     warmup_steps: int
     final_lr: float
@@ -72,9 +67,8 @@ class TrainingSpec:
         for key in (*counts, "held_out_tokens"):
             if getattr(self, key) < 1:
                 raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
-        for key, choices in (("loss", tuple(OBJECTIVES)), ("optimizer", OPTIMIZERS)):
-            if getattr(self, key) not in choices:
-                raise UserError(f"training.{key}={getattr(self, key)}: expected one of {', '.join(choices)}")
+        if self.loss not in OBJECTIVES:
+            raise UserError(f"training.loss={self.loss}: expected one of {', '.join(OBJECTIVES)}")
         if self.patience is not None and self.patience < 1:
             raise UserError(f"training.patience={self.patience}: expected at least 1, or null for no early stop")
 
@@ -138,7 +132,7 @@ def batches(files: list[Path], spec: TrainingSpec, rng: torch.Generator) -> Iter
 
 
 class Trainer:
-    """Training state: model, optimisers and position in the schedule; ``save`` and ``resume`` keep all of it."""
+    """Training state: model, optimiser and position in the schedule; ``save`` and ``resume`` keep all of it."""
 
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
         if len(files) < 2:
@@ -151,7 +145,9 @@ class Trainer:
         self.model = self._draft().to(self.device).requires_grad_(True)
         self.embedding = target.model.embed_tokens.weight.float()
         self.head = target.model.lm_head.weight[self.model.vocab]
-        self.optimizers = optimizers(self.model, spec)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
+        )
         rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
         self.step, self.best, self.worse = 0, 0.0, 0
@@ -200,17 +196,15 @@ class Trainer:
                     return
 
     def _optimise(self, batch: Batch) -> float:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
         with torch.autocast(self.device.type, torch.bfloat16):
             steps = training_time_test(self.model, self.embedding, batch, self.spec.unroll, self.spec.loss)
             loss = weighted(steps, self.spec.decay)
         self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.optimizer.step()
         return float(loss.detach())
 
     @torch.no_grad()
@@ -242,7 +236,7 @@ class Trainer:
             "best": self.best,
             "worse": self.worse,
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
         }
         write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
         return held_out
@@ -252,22 +246,5 @@ class Trainer:
         if path.exists():
             state = torch.load(path, weights_only=True)
             self.model.load_state_dict(state["model"])
-            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(kept)
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-
-
-def optimizers(model: eagle3.Eagle3, spec: TrainingSpec) -> list[torch.optim.Optimizer]:
-    """AdamW for all, or Muon (orthogonalised momentum, its step of AdamW's size) for the layer's matrices."""
-    inner = [p for n, p in model.named_parameters() if p.dim() == 2 and n != "lm_head.weight"]
-    muon = inner if spec.optimizer == "muon" else []
-    chosen = {id(p) for p in muon}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    built: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
-    ]
-    if muon:
-        built.append(
-            torch.optim.Muon(muon, lr=spec.lr, weight_decay=spec.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    return built
