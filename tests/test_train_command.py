@@ -20,7 +20,8 @@ from tracedraft.training.command import train_draft
 
 SMALL = (
     "target=tiny", "draft=eagle3", "text.tokens=6144", "text.batch=16", "text.length=128", "training.length=64",
-    "training.epochs=2", "training.draft_vocab_size=200", "training.evaluate_every=4", "training.held_out_tokens=512",
+    "training.batch=8", "training.epochs=2", "training.draft_vocab_size=200", "training.evaluate_every=4",
+    "training.held_out_tokens=512",
 )  # fmt: skip
 
 
