@@ -7,15 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tracedraft.adapters.trace import (
-    Optimizer,
-    Scope,
-    Selection,
-    Supervision,
-    TraceAdapter,
-    TraceSpec,
-    Trained,
-)
+from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained
+from tracedraft.adapters.trace import TraceAdapter, TraceSpec
 from tracedraft.types import Evidence, OutputHead, Update
 
 V, D, H = 40, 24, 16
@@ -28,6 +21,7 @@ BASE = TraceSpec(
     at_rounds=[],
     at_prefill=False,
     source=Supervision.response,
+    inputs=Inputs.slots,
     prompt_weight=0.5,
     selection=Selection.recent,
     window=64,

@@ -6,13 +6,8 @@ import pytest
 import torch
 from adapter_cases import DTYPES, D, H, V, evidence, kl_to, make, make_head, serve
 
+from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Supervision, Trained
 from tracedraft.adapters.objective import Batch, Factors, Rows, kl_gradient, negentropy
-from tracedraft.adapters.trace import (
-    Optimizer,
-    Scope,
-    Supervision,
-    Trained,
-)
 from tracedraft.types import Evidence
 
 # The gradient
@@ -142,3 +137,37 @@ def test_kl_gradient_is_zero_at_the_teacher():
     loss, residual, _, _ = kl_gradient(Batch(rows, torch.full((5,), 0.2)), head.norm, head.weight, head.eps, 1.0)
     assert abs(loss) < 1e-6  # differences of fp32 sums of order 3
     assert residual.abs().max() < 1e-6
+
+
+# What positions are predicted from
+
+
+@pytest.mark.parametrize(("inputs", "from_slots", "from_chain"), [("slots", 5, 0), ("chain", 0, 3), ("both", 5, 3)])
+def test_inputs_choose_between_true_slots_and_the_chain(inputs, from_slots, from_chain):
+    """Rows end up in one window; a chain's features are taught by the same teachers."""
+    head = make_head()
+    slots, chain = evidence(5, head, seed=1), evidence(3, head, "chain", seed=2)
+    adapter = make(head, inputs=Inputs(inputs), lr=0.0)
+    serve(adapter, slots, chain)
+    rows = adapter.windows["response"].take(adapter.windows["response"].index())
+    expected = [slots.features] * (from_slots > 0) + [chain.features] * (from_chain > 0)
+    assert torch.equal(rows.features, torch.cat(expected).float())
+    assert len(rows) == from_slots + from_chain
+
+
+def test_learning_at_chain_states_helps_there_and_not_from_their_neighbours():
+    """One update on the chain's outputs lowers the KL at them; taught one position off, it does worse."""
+    result = {}
+    for shift in (0, 1):
+        head = make_head()
+        piece = evidence(32, head, "chain", seed=3)
+        logits = piece.teacher(torch.arange(32))
+        adapter = make(head, inputs=Inputs.chain, lr=0.3)
+        before = kl_to(logits, head, piece.features).mean().item()
+        wrong = Evidence("chain", piece.features, logits.roll(shift, 0).__getitem__)
+        update = serve(adapter, wrong)
+        assert update is not None
+        assert update.committed
+        result[shift] = kl_to(logits, head, piece.features).mean().item()
+    assert result[0] < 0.8 * before
+    assert result[0] < 0.8 * result[1]

@@ -9,9 +9,9 @@ import torch
 from adapter_cases import BASE, D, H, V, evidence, make_head
 from torch import Tensor
 
+from tracedraft.adapters.choices import Scope
 from tracedraft.adapters.controls import Control, ControlSpec
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.adapters.trace import Scope
 from tracedraft.errors import UserError
 from tracedraft.interfaces import InnerAdapter
 from tracedraft.types import Evidence, OutputHead

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from tracedraft import measure
-from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.adapters.fixed import FixedAdapter, FixedSpec
 from tracedraft.config import build_spec, shipped_dir
 from tracedraft.decode import audit, respond
 from tracedraft.drafts.eagle3 import LogitLensSpec
@@ -395,3 +395,34 @@ def test_audit_passes_the_true_response_and_finds_a_planted_token(dtype, tempera
         assert (wrong.index, wrong.said, wrong.own) == (at, planted[at], tokens[at])
     if temperature:
         assert audit(target, prompt, tokens, spec, key + 1) != []
+
+
+# What learners are shown
+
+
+def test_chain_evidence_is_what_the_chain_was_and_what_the_target_says_there(golden_target, golden_draft):
+    """Row k: the output that the k-th drafted token was chosen from, with the target's logits at that prefix,
+    recomputed; up to the first rejected token, whose teacher prefers another."""
+    draft, seen = golden_draft("eagle3_e2e"), []
+
+    class Spy(FixedAdapter):
+        def observe(self, evidence):
+            if evidence.source == "chain":
+                rows = torch.arange(len(evidence.features))
+                seen.append((evidence.features.clone(), evidence.teacher(rows)))
+
+    made = respond_with(golden_target, draft, Spy(), max_new_tokens=30)
+    assert len(seen) == made.rounds
+    at, deep = 1, 0
+    for accepted, (features, teachers) in zip(made.accepted_per_round[:-1], seen[:-1], strict=True):
+        assert len(features) == min(accepted + 1, 5)
+        said = draft.head.vocab[draft.head.logits(features).argmax(dim=1)].tolist()
+        assert said[:accepted] == made.tokens[at : at + accepted]
+        _, _, logits = recompute(golden_target, PROMPT + made.tokens[: at + accepted + 1])
+        expected = logits[len(PROMPT) + at - 1 :][: len(features)]
+        torch.testing.assert_close(teachers, expected, rtol=0, atol=1e-3)
+        if accepted < 5:
+            assert said[accepted] != made.tokens[at + accepted] == int(teachers[accepted].argmax())
+        deep += len(features) > 1
+        at += accepted + 1
+    assert deep > 2

@@ -157,6 +157,8 @@ def respond(
         with meter.phase("observe"):
             features = torch.cat((last, slots[:-1]))
             adapter.observe(Evidence("response", features, passed.logits[: len(kept)].__getitem__))
+            if proposal.features is not None:
+                adapter.observe(Evidence("chain", proposal.features[: len(kept)], passed.logits.__getitem__))
     adapter.end_response()
     return tally.response(meter.stop(), spec.max_new_tokens)
 

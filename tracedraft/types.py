@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Source = Literal["prompt", "response"]
+Source = Literal["prompt", "response", "chain"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class Proposal:
         tokens: [K] int64, target ids.
         probabilities: [K, D] that sampled tokens were drawn from; None where they are the likeliest.
         vocab: [D] target id of each of their columns.
+        features: [K, H] pre-norm outputs that the tokens were chosen from; None from a draft without a head.
     """
 
     tokens: Tensor
     probabilities: Tensor | None = None
     vocab: Tensor | None = None
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ class Evidence:
     """Supervision that decoding computes anyway, already aligned: row i of both belongs together.
 
     Attributes:
-        source: where the positions lie, the prompt or the verified continuation.
-        features: [n, H] pre-norm outputs of draft slots j-1, made from true target features.
+        source: where the positions lie, the prompt or the verified continuation; or "chain", the continuation's
+            positions again as the chain that was just verified reached them.
+        features: [n, H] pre-norm outputs of draft slots j-1, made from true target features; of a chain, from the
+            draft's own outputs beyond the first.
         teacher: maps row indices [m] to the target logits z_j [m, V]. Lazy, since the logits of a whole
             prompt would cost more than an update can gain.
     """

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
+from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained
 from tracedraft.adapters.memory import Replay, Window
 from tracedraft.adapters.objective import (
     Batch,
@@ -33,33 +33,6 @@ GUARD_TOLERANCE = 1e-6  # of the published code
 HELD_OUT = 5  # the guard holds out one position in this many
 
 
-class Scope(Enum):
-    conversation = "conversation"
-    stream = "stream"
-
-
-class Supervision(Enum):
-    prompt = "prompt"
-    response = "response"
-    balanced = "balanced"
-
-
-class Selection(Enum):
-    recent = "recent"
-    reservoir = "reservoir"
-
-
-class Optimizer(Enum):
-    sgd = "sgd"
-    adam = "adam"
-
-
-class Trained(Enum):
-    norm = "norm"
-    head = "head"
-    both = "both"
-
-
 @dataclass(frozen=True)
 class TraceSpec(InnerAdapterSpec):
     """Settings of TraceDraft.
@@ -70,6 +43,9 @@ class TraceSpec(InnerAdapterSpec):
         at_rounds: update after these rounds of a response.
         at_prefill: update before the first round, from the prompt.
         source: where supervision comes from; ``balanced`` averages prompt and response apart.
+        inputs: what a response's positions are predicted from in training: ``slots``, the target's true features;
+            ``chain``, what the chain that was verified had there, so that deeper steps learn from their own
+            inputs; ``both``.
         prompt_weight: weight of the prompt's average under ``balanced``.
         selection: which positions of the response are kept, the latest or a uniform sample.
         window: positions kept of a response.
@@ -94,6 +70,7 @@ class TraceSpec(InnerAdapterSpec):
     at_rounds: list[int]
     at_prefill: bool
     source: Supervision
+    inputs: Inputs
     prompt_weight: float
     selection: Selection
     window: int
@@ -215,8 +192,9 @@ class TraceAdapter(InnerAdapter):
 
     @torch.no_grad()
     def observe(self, evidence: Evidence) -> None:
-        window = self.windows.get(evidence.source)
-        if window is not None and self._collecting:
+        unwanted = {"response": Inputs.chain, "chain": Inputs.slots}.get(evidence.source)
+        window = self.windows.get("response" if evidence.source == "chain" else evidence.source)
+        if window is not None and self._collecting and self.spec.inputs is not unwanted:
             window.observe(evidence, self.draws)
 
     @torch.no_grad()

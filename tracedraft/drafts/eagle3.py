@@ -51,10 +51,11 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None) -> Proposal:
-        features, drafted, shares = self.last, [], []
+        features, drafted, shares, outputs = self.last, [], [], []
         for depth in range(length):
             if depth:
                 features = self._slots(features, drafted[-1], self.length + depth - 1)
+            outputs.append(features)
             logits = self.head.logits(features)
             if pick is None:
                 index = logits.argmax(dim=1)
@@ -62,7 +63,8 @@ class Eagle3Draft(Draft):
                 index, share = pick(logits, depth)
                 shares.append(share)
             drafted.append(self.head.vocab[index])
-        return Proposal(torch.cat(drafted), torch.cat(shares) if shares else None, self.head.vocab)
+        probabilities = torch.cat(shares) if shares else None
+        return Proposal(torch.cat(drafted), probabilities, self.head.vocab, torch.cat(outputs))
 
     def _slots(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
         """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
