@@ -156,13 +156,13 @@ def test_inputs_choose_between_true_slots_and_the_chain(inputs, from_slots, from
 
 
 def test_learning_at_chain_states_helps_there_and_not_from_their_neighbours():
-    """One update on the chain's outputs lowers the KL at them; taught one position off, it does worse."""
+    """An update on the chain's outputs lowers the KL at them; taught one position off, it does worse."""
     result = {}
     for shift in (0, 1):
         head = make_head()
         piece = evidence(32, head, "chain", seed=3)
         logits = piece.teacher(torch.arange(32))
-        adapter = make(head, inputs=Inputs.chain, lr=0.3)
+        adapter = make(head, inputs=Inputs.chain, lr=0.3, steps=20)
         before = kl_to(logits, head, piece.features).mean().item()
         wrong = Evidence("chain", piece.features, logits.roll(shift, 0).__getitem__)
         update = serve(adapter, wrong)
