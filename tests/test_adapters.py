@@ -290,7 +290,7 @@ def test_replay_is_bounded_first_in_first_out_and_weighted(dtype):
     head = make_head(dtype)
     bound = 11.5 * (D + H) * dtype.itemsize / 2**20
     adapter = make(head, scope=Scope.stream, replay_mib=bound, window=4, lr=0.0)
-    assert adapter.replay.nbytes <= bound * 2**20
+    assert adapter.replay._features.nbytes + adapter.replay._teacher.nbytes <= bound * 2**20
     for i in range(5):
         serve(adapter, evidence(4, head, seed=i))
     assert len(adapter.replay) == 11
