@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tracedraft.config import shipped_dir
 from tracedraft.decode import ChainSpec
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.meter import Meter
@@ -38,6 +40,17 @@ def all_cores():
     torch.set_num_threads(os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
+
+
+def option(group: str, name: str) -> DictConfig:
+    """A YAML of a config group, with the options that it wraps in their places."""
+    folder = shipped_dir("conf") / group
+    node = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(node, DictConfig)
+    for wrapped, _, key in (str(line).partition("@") for line in node.pop("defaults", [])):
+        if key:
+            node[key] = OmegaConf.load(folder / f"{wrapped}.yaml")
+    return node
 
 
 @pytest.fixture

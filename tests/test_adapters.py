@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from adapter_cases import BASE, DTYPES, D, H, V, evidence, make, make_head, no_teacher, same, serve, snapshot
-from omegaconf import OmegaConf
+from conftest import option
 from torch import Tensor
 
 from tracedraft.adapters.fixed import FixedSpec
@@ -349,7 +349,7 @@ def test_settings_that_cannot_work_name_their_key(changes):
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
 def test_every_yaml_lists_every_field_and_builds(path):
-    node = OmegaConf.load(path)
+    node = option("adapter", path.stem)
     spec = build_spec(node, "adapter")
     assert set(node) == {"_target_"} | {f.name for f in dataclasses.fields(spec)}
     assert spec.name == path.stem

@@ -8,8 +8,7 @@ from itertools import count
 
 import pytest
 import torch
-from conftest import CPU, chain, golden_json, plain_greedy, recompute, tiny
-from omegaconf import OmegaConf
+from conftest import CPU, chain, golden_json, option, plain_greedy, recompute, tiny
 from torch import Tensor
 
 from tracedraft import measure
@@ -31,10 +30,11 @@ FIXED = FixedSpec("fixed")
 
 def adapter_spec(name: str, **changes):
     """A shipped adapter, its schedule shortened so that a short response is updated again and again."""
-    node = OmegaConf.load(shipped_dir("conf") / "adapter" / f"{name}.yaml")
-    if "every" in node:
-        often = {"every": 2 if node.every else 0, "at_rounds": [2, 3] if node.at_rounds else [], "min_positions": 1}
-        node = OmegaConf.merge(node, often | changes)
+    node = option("adapter", name)
+    learner = node.get("inner", node)
+    if "every" in learner:
+        often = {"every": 2 if learner.every else 0, "at_rounds": [2, 3] if learner.at_rounds else []}
+        learner.update(often | {"min_positions": 1} | changes)
     return build_spec(node, "adapter")
 
 
