@@ -51,6 +51,9 @@ def test_replay_serves_each_answer_of_a_row():
     assert (never.rounds, never.accepted, never.tau) == (5, 0, 1.0)
     assert never.trials == [5, 0, 0, 0, 0]
     assert replay(torch.full((5, 10), True), [False] * 10).tau is None
+    # a row that begins inside an answer: its first token is given, as from a prefill
+    inside = replay(torch.full((5, 10), True), [True] * 6 + [False] * 4)
+    assert (inside.rounds, inside.accepted, inside.survivals) == (1, 4, [1, 1, 1, 1, 0])
 
 
 def plain_loss(name: str, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

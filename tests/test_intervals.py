@@ -10,7 +10,9 @@ import pytest
 from tracedraft.summary import intervals
 
 
-def record(fixed: tuple[float, int, int], adapted: tuple[float, int, int], same: bool = True) -> dict:
+def record(
+    fixed: tuple[float, int, int], adapted: tuple[float, int, int], same: bool = True, paired: bool = True
+) -> dict:
     def arm(seconds: float, accepted: int, rounds: int, tokens: list[int]) -> dict:
         return {
             "tokens": tokens,
@@ -19,7 +21,8 @@ def record(fixed: tuple[float, int, int], adapted: tuple[float, int, int], same:
             "seconds": {"verify": seconds, "outer": 9.0},
         }
 
-    return {"turns": [{"arms": {"fixed": arm(*fixed, [1, 2]), "adapted": arm(*adapted, [1, 2] if same else [1, 3])}}]}
+    arms = {"fixed": arm(*fixed, [1, 2]), "adapted": arm(*adapted, [1, 2] if same else [1, 3])}
+    return {"turns": [{"arms": arms, "paired": paired}]}
 
 
 def test_the_gain_is_of_sums_and_equal_arms_have_no_spread():
@@ -71,6 +74,8 @@ def test_too_few_conversations_have_a_reason_and_no_interval():
     assert few["null_reasons"]["speedup_interval"] == "2 paired conversations, an interval needs 3"
     none = intervals([record((1.0, 1, 1), (1.0, 1, 1), same=False)] * 5)
     assert none["tau_gain"] is None
+    unpaired = intervals([record((2.0, 1, 1), (1.0, 1, 1), paired=False)] * 5)
+    assert unpaired["speedup_interval"] is unpaired["tau_gain"] is None
     assert set(none["null_reasons"]) == {"tau_gain", "tau_gain_interval", "speedup_interval"}
 
 

@@ -81,7 +81,8 @@ def golden_batch(model: eagle3.Eagle3) -> Batch:
     given = golden_tensors("eagle3_tiny")
     teacher, in_vocab = teacher_of(given["train_teacher_logits"][None], model)
     counts = given["train_loss_mask"][None].float()
-    return Batch(given["train_input_ids"][None], given["train_features"][None], teacher, in_vocab, counts)
+    everywhere = torch.ones_like(counts, dtype=torch.bool)
+    return Batch(given["train_input_ids"][None], given["train_features"][None], teacher, in_vocab, counts, everywhere)
 
 
 def test_golden_losses_and_gradients(golden_model, golden_decoder):
@@ -138,7 +139,8 @@ def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
     taps, _, logits = recompute(golden_target, golden["input_ids"])
     teacher, in_vocab = teacher_of(logits, model)
     mask = torch.tensor(golden["loss_mask"], dtype=torch.float32)
-    batch = Batch(torch.tensor(golden["input_ids"])[None], taps[None], teacher[None], in_vocab[None], mask[None])
+    tokens, everywhere = torch.tensor(golden["input_ids"])[None], torch.ones(1, len(mask), dtype=torch.bool)
+    batch = Batch(tokens, taps[None], teacher[None], in_vocab[None], mask[None], everywhere)
     losses = training_time_test(model, golden_target.model.embed_tokens.weight, batch, golden["steps"])
     assert [loss.loss.item() for loss in losses] == pytest.approx(golden["ploss"], rel=1e-4)
     assert weighted(losses, 0.8).item() == pytest.approx(golden["total"], rel=1e-4)

@@ -17,7 +17,8 @@ from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.training import corpus, synthesis
 from tracedraft.training.conversations import ConversationsSpec
-from tracedraft.training.loop import Trainer
+from tracedraft.training.loop import Trainer, corpus_vocab
+from tracedraft.training.objective import training_time_test
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -59,7 +60,7 @@ def test_conversations_become_rows(tmp_path):
         tokenizer.decode(talk[a:b])
         for a, b in spans_of(torch.cat([row[:n] for row, n in zip(rows["answer"][1:-1], lengths[1:-1], strict=True)]))
     ]
-    assert [answer.strip() for answer in answers] == ["Four.<|im_end|>", "Six, of course.<|im_end|>"]
+    assert answers == ["Four.<|im_end|>", "Six, of course.<|im_end|>"]
     taps, _, _ = recompute(target, talk)
     got = torch.cat([row[:n] for row, n in zip(rows["taps"][1:-1], lengths[1:-1], strict=True)])
     torch.testing.assert_close(got, taps, rtol=1e-4, atol=1e-3)
@@ -72,6 +73,31 @@ def spans_of(flags: torch.Tensor) -> list[tuple[int, int]]:
     from tracedraft.training.replay import spans
 
     return list(spans(flags.tolist()))
+
+
+def test_padding_is_no_teacher_and_no_token_of_the_vocabulary(tmp_path):
+    """A row of 40 real tokens of 64: what its last tokens predict has no teacher; id 0 is no draft token."""
+    written(conversations(tmp_path, *[SHORT] * 6), tmp_path)
+    files = corpus.shards(tmp_path / "corpus")
+    trainer = Trainer(served().target, files, dataclasses.replace(SPEC, batch=3))
+    raw = corpus.read_shard(files[1])
+    del raw["greedy"]
+    real = int(raw["counts"][0].sum())
+    assert real < 60
+    batch = trainer.batch(raw)
+    longer = {name: tensor.clone() for name, tensor in raw.items()}
+    longer["hidden"][:, real:] = 7.0
+    longer["taps"][:, real:] = 7.0
+    other = trainer.batch(longer)
+    losses = [
+        [float(step.loss) for step in training_time_test(trainer.model, trainer.embedding, b, 3)]
+        for b in (batch, other)
+    ]
+    assert losses[0] == losses[1]
+    assert min(losses[0]) > 0
+    tokens = raw["tokens"][raw["counts"]].tolist() + raw["argmax"][raw["counts"]].tolist()
+    counted = corpus_vocab(files[1:], len(set(tokens)), 258, frozenset())
+    assert set(counted.tolist()) == set(tokens)
 
 
 def test_a_draft_trains_on_conversations(tmp_path):

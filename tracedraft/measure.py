@@ -122,7 +122,7 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
             "the learner keeps what it learns, so its conversations depend on each other: "
             "compare three or more orders (workload.seed) before trusting the interval"
         )
-    learner = {"drift": adapter.drift(), "anchor_lambda": adapter.anchor_lambda()}
+    learner = {"drift": done[-1]["drift"] if done else {}, "anchor_lambda": adapter.anchor_lambda()}
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
@@ -233,7 +233,7 @@ def converse(
     index: int,
     report: Callable[[str, Response], None],
 ) -> dict[str, Any]:
-    """Answer every turn with both arms, the fixed one first on even conversations, and audit the answers."""
+    """Answer every turn with each arm, in turned order on odd conversations, and audit the answers."""
     target, tokenizer = bench.served.target, bench.served.tokenizer
     by_name = {arm.name: arm for arm in arms}
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
@@ -272,7 +272,7 @@ def converse(
 
 def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:
     """Counts of all arms, and the audit of each distinct response against the target alone."""
-    paired = not bench.decode.sampling(key).rejection
+    paired = not (bench.decode.sampling(key).rejection and bench.decode.temperature > 0)
     # Under rejection sampling there is nothing to compare with: other draws are as right.
     distinct = sorted({tuple(answer.tokens) for answer in answers.values()}) if paired else []
     wrong = [w for tokens in distinct for w in audit(bench.served.target, prompt, tokens, bench.decode, key)]

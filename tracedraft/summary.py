@@ -64,7 +64,7 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _paired(record: dict[str, Any]) -> tuple[list[float], list[float]] | None:
     """(seconds fixed, adapted) and (A, S fixed, A, S adapted) of the turns that both arms answered alike."""
-    turns = [(turn["arms"]["fixed"], turn["arms"]["adapted"]) for turn in record["turns"]]
+    turns = [(turn["arms"]["fixed"], turn["arms"]["adapted"]) for turn in record["turns"] if turn["paired"]]
     same = [(fixed, adapted) for fixed, adapted in turns if fixed["tokens"] == adapted["tokens"]]
     if not same:
         return None
@@ -147,7 +147,8 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     mismatches = sum(turn["lossless"]["mismatches"] for turn in turns)
     ties = sum(turn["lossless"]["near_ties"] for turn in turns)
     # Arms that differ by no near-tie can't both be the target's output: they disprove it without an audit.
-    lossless = False if mismatches or differ > ties else (True if audited else None)
+    unexplained = any(_differ(turn) and not turn["lossless"]["near_ties"] for turn in turns)
+    lossless = False if mismatches or unexplained else (True if audited else None)
     numbers = {
         "speedup": speedup,
         "speedup_turns": len(same),
@@ -163,6 +164,10 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     if lossless is None:
         reasons["lossless"] = "nothing was audited"
     return numbers, reasons
+
+
+def _differ(turn: dict[str, Any]) -> bool:
+    return turn["arms"]["fixed"]["tokens"] != turn["arms"]["adapted"]["tokens"]
 
 
 def _unpaired(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -8,6 +8,7 @@ response does not depend on what was drafted, and a drafted token is accepted if
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,26 +114,49 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
 
 
 def score_gap(logits: Tensor, sampling: Sampling, position: int, token: int) -> float:
-    """By how much logits [V] (over the temperature) must change for ``token`` to be chosen at ``position``.
-
-    Of a token outside the support also by how much to let it in: up to the k-th score, and for the nucleus
-    four times the mass that is too much, since a change of x moves a mass by at most x/4.
-    """
-    scores = (logits.double() / (sampling.temperature or 1.0))[None]
-    own = scores[0, token]
+    """The least x such that ``token`` could be chosen at ``position`` if each logit [V] (over the temperature) were
+    off by at most x: each token that scores higher falls behind or out of the support, and ``token`` gets into it."""
+    scores = logits.double() / (sampling.temperature or 1.0)
     if sampling.temperature == 0:
-        return float(scores.max() - own)
-    ids, kept = warped(logits[None], sampling)
-    positions = torch.tensor([position], device=logits.device)
-    best = (kept.double() + gumbel(sampling.key, positions, ids)).max()
-    gaps = [best - own - gumbel(sampling.key, positions, ids.new_tensor([[token]]))[0, 0]]
-    if sampling.top_k:
-        gaps.append(scores[0].topk(min(sampling.top_k, len(logits))).values[-1] - own)
-    if sampling.top_p < 1:
-        within = scores[0].topk(min(sampling.top_k or len(logits), len(logits))).values
-        above = (within[within > own] - within.logsumexp(dim=0)).exp().sum()
-        gaps.append(4 * (above - sampling.top_p))
-    return max(0.0, *map(float, gaps))
+        return float(scores.max() - scores[token])
+    ids = torch.arange(len(scores), device=logits.device)[None]
+    perturbed = scores + gumbel(sampling.key, torch.tensor([position], device=logits.device), ids)[0]
+    kept, support = warped(logits[None], sampling)
+    inside = kept[0][support[0] > -torch.inf]
+    rivals = inside[perturbed[inside] > perturbed[token]].tolist()
+    overtaken = [
+        min(float(perturbed[r] - perturbed[token]), _edge(scores, sampling, r, leaving=True)) for r in rivals
+    ]
+    entered = 0.0 if bool((inside == token).any()) else _edge(scores, sampling, token, leaving=False)
+    return max(0.0, entered, *overtaken)
+
+
+def _edge(scores: Tensor, sampling: Sampling, token: int, leaving: bool) -> float:
+    """A bound from below on how far scores [V] must move for ``token`` to leave the support, or to enter it."""
+    limit = min(sampling.top_k or len(scores), len(scores))
+    ranked = scores.topk(limit).values
+    total = ranked.logsumexp(dim=0)
+    sign = -1.0 if leaving else 1.0
+
+    def done(x: float) -> bool:
+        """Whether a move of x may do it: ranks change with the score, masses by at most x/4."""
+        above = scores > scores[token] + sign * x
+        above[token] = False
+        mass = float((scores[above] - total).exp().sum())
+        nucleus = sampling.top_p < 1
+        if leaving:
+            return int(above.sum()) >= limit or (nucleus and mass + x / 4 >= sampling.top_p)
+        return int(above.sum()) < limit and (not nucleus or mass - x / 4 < sampling.top_p)
+
+    low, high = 0.0, 1.0
+    while not done(high):
+        if high > 1e3:
+            return math.inf
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done(middle) else (middle, high)
+    return low
 
 
 def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: int) -> Verdict:

@@ -86,6 +86,8 @@ class ControlAdapter(InnerAdapter):
 
     def _shifted(self, evidence: Evidence) -> Evidence:
         """Features of one position earlier; the first of a response has none and is left out."""
+        if evidence.source == "chain":  # each chain starts anew
+            return Evidence(evidence.source, evidence.features[:-1], lambda rows: evidence.teacher(rows + 1))
         last = self._last.get(evidence.source)
         self._last[evidence.source] = evidence.features[-1:]
         if last is None:
@@ -93,9 +95,9 @@ class ControlAdapter(InnerAdapter):
         return Evidence(evidence.source, torch.cat((last, evidence.features[:-1])), evidence.teacher)
 
     def _shuffled(self, evidence: Evidence) -> Evidence:
-        """Teachers of random positions: of the same prompt, or of the response's last ones up to now."""
+        """Teachers of random positions: of the same prompt or chain, or of the response's last ones up to now."""
         count = len(evidence.features)
-        if evidence.source == "prompt":
+        if evidence.source != "response":
             order = torch.randperm(count, generator=self.draws)
             return Evidence(evidence.source, evidence.features, lambda rows: evidence.teacher(order.to(rows)[rows]))
         fresh = evidence.teacher(torch.arange(count, device=evidence.features.device))
@@ -113,7 +115,7 @@ class ControlAdapter(InnerAdapter):
 
     def state(self) -> dict[str, Any] | None:
         inner = self.inner.state()
-        if inner is None and self.spec.control is not Control.shuffled_teacher:
+        if inner is None and self.spec.control is Control.wrong_shift:
             return None
         return {"inner": inner, "draws": self.draws.get_state(), "conversations": self.conversations}
 

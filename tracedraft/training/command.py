@@ -52,6 +52,7 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     served = target_spec.build()
+    loop.check(spec, served.target, len(text.makers(served)))
     made = plain(text)
     source = {name: value for name, value in made.items() if name != "tokens"}
     keep_settings(Path(cfg.corpus), {"target": served.provenance, "text": source}, "choose another corpus=FOLDER")
@@ -61,22 +62,23 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         write_corpus(served, text, Path(cfg.corpus), cfg.paths.data, bar)
-        train(served, corpus.shards(Path(cfg.corpus)), spec, folder, bar)
+        shards = [corpus.shard_file(Path(cfg.corpus), i) for i in range(len(text.makers(served)))]
+        train(served, shards, spec, folder, bar)
     print(f"draft: {folder / 'draft'}")
 
 
 def write_corpus(served: Served, text: corpus.TextSpec, folder: Path, benchmarks: str | None, bar: Progress) -> None:
     prompts = corpus.benchmark_prompts(Path(benchmarks) if benchmarks else None)
     total = len(text.makers(served)) * text.batch * text.length
-    have = len(corpus.shards(folder)) * text.batch * text.length
-    task = bar.add_task("corpus", total=total, completed=min(have, total), note="tokens")
+    have = min(len(corpus.shards(folder)) * text.batch * text.length, total)
+    task = bar.add_task("corpus", total=total, completed=have, note="tokens")
     shard, began, new = text.batch * text.length, time.monotonic(), 0
     for written in corpus.write(served, text, folder, prompts):
         bar.advance(task, written)
         new += written
         if new % shard == 0 and not bar.console.is_terminal:
             rate = new / (time.monotonic() - began)
-            left = (total - min(have, total) - new) / rate / 60
+            left = (total - have - new) / rate / 60
             bar.console.print(f"corpus: {have + new}/{total} tokens, {rate:.0f} tokens/s, {left:.0f} min left")
 
 

@@ -57,7 +57,7 @@ def read_conversations(path: str | None) -> list[list[dict[str, str]]]:
     if path is None:
         raise UserError("text.path is not set: give a JSONL file of conversations, text.path=FILE")
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"text.path={path}: cannot be read: {error}") from error
     found = [checked(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -92,7 +92,9 @@ def encoded(served: Served, conversations: list[list[dict[str, str]]]) -> Iterat
             for piece, said in ((before[len(text) :], False), (after[len(before) :], message["role"] == "assistant")):
                 ids = served.tokenizer(piece, add_special_tokens=False)["input_ids"]
                 tokens += ids
-                answer += [said] * len(ids)
+                # the template may add a line end behind the end token, which serving never comes to
+                end = max((i for i, token in enumerate(ids, 1) if token in served.target.eos_ids), default=len(ids))
+                answer += [said and i < end for i in range(len(ids))]
             text = after
         yield tokens[: served.target.context], answer[: served.target.context]
 

@@ -104,8 +104,8 @@ def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozense
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for file in files:
         shard = read_shard(file)
-        counts += torch.bincount(shard["argmax"].flatten(), minlength=vocab_size)
-        counts += torch.bincount(shard["tokens"].flatten(), minlength=vocab_size)
+        for column in ("argmax", "tokens"):
+            counts += torch.bincount(shard[column][shard["counts"]], minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return torch.topk(counts, size).indices.sort().values
 
@@ -131,14 +131,24 @@ def batches(files: list[Path], spec: TrainingSpec, rng: torch.Generator) -> Iter
             yield {name: tensor[picked] for name, tensor in rows.items()}
 
 
+def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
+    """Raises UserError for what cannot be trained, before any text is made."""
+    if shards < 2:
+        raise UserError(
+            "training needs at least two corpus shards, one of them held out: raise text.tokens, or lower text.batch "
+            "for a file of few conversations"
+        )
+    if spec.draft_vocab_size > target.vocab_size:
+        raise UserError(f"training.draft_vocab_size={spec.draft_vocab_size}: the target has {target.vocab_size}")
+    if spec.init is not None:
+        check_fit(eagle3.read_config(Path(spec.init)), target.shape, Path(spec.init))
+
+
 class Trainer:
     """Training state: model, optimiser and position in the schedule; ``save`` and ``resume`` keep all of it."""
 
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
-        if len(files) < 2:
-            raise UserError("training needs at least two corpus shards, one of them held out: raise text.tokens")
-        if spec.draft_vocab_size > target.vocab_size:
-            raise UserError(f"training.draft_vocab_size={spec.draft_vocab_size}: the target has {target.vocab_size}")
+        check(spec, target, len(files))
         self.target, self.spec = target, spec
         self.files, self.held_out = files[1:], files[:1]
         self.device = target.model.norm.weight.device
@@ -157,9 +167,7 @@ class Trainer:
             ends = self.target.eos_ids
             vocab = corpus_vocab(self.files, self.spec.draft_vocab_size, self.target.vocab_size, ends)
             return new_draft(self.target, vocab, self.spec)
-        folder = Path(self.spec.init)
-        check_fit(eagle3.read_config(folder), self.target.shape, folder)
-        return eagle3.load(folder, torch.float32, "cpu")
+        return eagle3.load(Path(self.spec.init), torch.float32, "cpu")
 
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / self.spec.warmup_steps)
@@ -175,6 +183,7 @@ class Trainer:
             teacher=teacher_of_hidden(raw["hidden"], self.head),
             in_vocab=self.model.t2d[raw["argmax"].long()],
             counts=raw["counts"].float(),
+            teachers=raw["counts"],
         )
 
     @property
@@ -244,7 +253,8 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         path = folder / "state.pt"
         if path.exists():
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, weights_only=True, map_location=self.device)
             self.model.load_state_dict(state["model"])
+            self.head = self.target.model.lm_head.weight[self.model.vocab]
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.best, self.worse = state["step"], state["best"], state["worse"]

@@ -28,6 +28,7 @@ class Batch:
         teacher: [B, T, D] target probabilities over the draft vocabulary, renormalised.
         in_vocab: [B, T] whether the target's argmax over its full vocabulary is in the draft's.
         counts: [B, T] loss mask; position i weighs the prediction made from H_i.
+        teachers: [B, T] bool, where a teacher is: all but padding.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class Batch:
     teacher: Tensor
     in_vocab: Tensor
     counts: Tensor
+    teachers: Tensor
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def training_time_test(
     losses = []
     for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, steps)):
         n = features.shape[1]
-        counts = batch.counts[:, k : k + n] * batch.in_vocab[:, 1 + k :]
+        # of both: the position whose prediction counts, and the one that the teacher was taken at
+        counts = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
         loss, right = HeadLoss.apply(
             model.norm(features).flatten(0, 1),
             model.lm_head.weight,

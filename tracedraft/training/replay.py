@@ -84,7 +84,7 @@ def replay(right: Tensor, answer: list[bool]) -> Tally:
     run = right.int().cumprod(dim=0).sum(dim=0).tolist()
     tally = Tally(len(right))
     for start, stop in spans(answer):
-        at = start
+        at = max(start, 1)  # a row may begin inside an answer
         while at + 1 < stop:
             room = stop - 1 - at
             accepted = min(run[at - 1], room)
