@@ -115,7 +115,7 @@ def test_models_know_no_component():
 
 
 def test_the_loop_sees_interfaces_only():
-    allowed = {f"tracedraft.{name}" for name in ("interfaces", "types", "verify", "meter", "errors")}
+    allowed = {f"tracedraft.{name}" for name in ("interfaces", "types", "verify", "rejection", "meter", "errors")}
     assert ours("tracedraft.decode") <= allowed
     assert ours("tracedraft.verify") <= {"tracedraft.types"}
 
