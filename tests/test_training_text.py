@@ -90,7 +90,7 @@ def test_padding_is_no_teacher_and_no_token_of_the_vocabulary(tmp_path):
     longer["taps"][:, real:] = 7.0
     other = trainer.batch(longer)
     losses = [
-        [float(step.loss) for step in training_time_test(trainer.model, trainer.embedding, b, 3)]
+        [step.loss.item() for step in training_time_test(trainer.model, trainer.embedding, b, 3)]
         for b in (batch, other)
     ]
     assert losses[0] == losses[1]
