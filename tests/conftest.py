@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,27 @@ def option(group: str, name: str) -> DictConfig:
         if key:
             node[key] = OmegaConf.load(folder / f"{wrapped}.yaml")
     return node
+
+
+def in_child(action: Callable[[], object], seconds: float | None) -> bool:
+    """Run ``action`` in a forked process, killed after ``seconds`` (None: never); whether it ended by itself."""
+    child = os.fork()
+    if child == 0:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            action()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        assert os.waitstatus_to_exitcode(status) == 0
+    return not os.WIFSIGNALED(status)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_it_reports_each_temperature(result):
         assert row["responses"] >= 3
         assert row["tau"] == (row["accepted"] + row["rounds"]) / row["rounds"]
         assert row["tokens"] <= row["responses"] + row["accepted"] + row["rounds"]
-        assert len(row["acceptance_by_depth"]) == len(row["trials"]) == 5
+        assert len(row["acceptance_by_depth"]) == 5
         assert 0 < row["coverage"] <= 1
         assert row["verify_ms"] > 0
         assert f"{row['tau']:.2f}" in printed

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from conftest import in_child
 from test_run import arms, composed, conversations, untimed
 
 from tracedraft.measure import measure
@@ -23,32 +23,12 @@ SAMPLED = ("decode.temperature=0.7", "adapter.optimizer=adam", "adapter.replay_m
 KILLS = 50
 
 
-def run_in_child(cfg, folder: Path, seconds: float | None) -> None:
-    """Measure in a forked process, killed after ``seconds`` unless it ends before; None: not killed."""
-    child = os.fork()
-    if child == 0:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        try:
-            measure(cfg, folder, None)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        assert os.waitstatus_to_exitcode(status) == 0
-
-
 def test_fifty_kills_lose_nothing_but_the_conversation_in_progress(tmp_path):
     """Weights, Adam's moments, replay and draws go on: each later update depends on all of them."""
     cfg = composed(*LEARNING, *OFTEN, *SAMPLED)
-    run_in_child(cfg, tmp_path / "warm", None)
+    in_child(partial(measure, cfg, tmp_path / "warm", None), None)
     began = time.monotonic()
-    run_in_child(cfg, tmp_path / "whole", None)
+    in_child(partial(measure, cfg, tmp_path / "whole", None), None)
     whole = time.monotonic() - began
     expected, random = untimed(tmp_path / "whole"), Random(0)
     losses = [u["loss"] for answer in arms(expected, "adapted") for u in answer["updates"] if u["committed"]]
@@ -58,7 +38,7 @@ def test_fifty_kills_lose_nothing_but_the_conversation_in_progress(tmp_path):
         trial += 1
         folder, had = tmp_path / f"killed-{trial}", 0
         while not (folder / SUMMARY).exists():
-            run_in_child(cfg, folder, random.uniform(0, whole))
+            in_child(partial(measure, cfg, folder, None), random.uniform(0, whole))
             kills += not (folder / SUMMARY).exists()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a line cut short is what a kill may leave

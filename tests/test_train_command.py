@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
+from conftest import in_child
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
@@ -54,35 +54,14 @@ def test_it_leaves_corpus_draft_curve_and_settings(whole, capfd):
 def test_killed_anywhere_it_ends_with_the_same_draft(whole, tmp_path):
     """Twelve kills, in text and in training; the draft is the uninterrupted one's, byte for byte."""
     began = time.monotonic()
-    _in_child(composed(tmp_path / "timed"), tmp_path / "timed", None)
+    in_child(partial(train_draft, composed(tmp_path / "timed"), tmp_path / "timed"), None)
     seconds, random, kills, trial = time.monotonic() - began, Random(1), 0, 0
     while kills < 12:
         trial += 1
         folder = tmp_path / str(trial)
-        while not _in_child(composed(folder), folder, random.uniform(0.1, 1.0) * seconds):
+        while not in_child(partial(train_draft, composed(folder), folder), random.uniform(0.1, 1.0) * seconds):
             kills += 1
         assert (folder / "draft" / "model.safetensors").read_bytes() == whole[1]
-
-
-def _in_child(cfg: DictConfig, folder: Path, seconds: float | None) -> bool:
-    """Train in a forked process, killed after ``seconds``; whether it ended before."""
-    child = os.fork()
-    if child == 0:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        try:
-            train_draft(cfg, folder)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        assert os.waitstatus_to_exitcode(status) == 0
-    return not os.WIFSIGNALED(status)
 
 
 def test_the_same_command_again_does_nothing_more(whole):

@@ -24,7 +24,8 @@ from tracedraft.interfaces import Draft
 from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, warm_up
 from tracedraft.meter import Meter
 from tracedraft.provenance import provenance
-from tracedraft.report import MISSING, show
+from tracedraft.report import number, show
+from tracedraft.summary import summarise_arm
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
@@ -79,7 +80,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RESULT, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
-    show(table(result))
+    show(table(result, specs["decode"].chain_length))
     return result
 
 
@@ -101,24 +102,16 @@ def answer(bench: Bench, draft: Draft, conversation: Conversation) -> list[Respo
 
 def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
     """Ratios of summed counts; None where nothing was counted."""
-    rounds, accepted = sum(a.rounds for a in answers), sum(a.accepted for a in answers)
-    trials, survivals = (
-        [sum(counts) for counts in zip(*(getattr(a, name) for a in answers), strict=True)]
-        for name in ("trials", "survivals")
-    )
-    tokens = [token for a in answers for token in a.tokens]
+    numbers, _ = summarise_arm([dataclasses.asdict(answer) for answer in answers])
+    kept = ("tokens", "rounds", "accepted", "tau", "acceptance_by_depth", "repeated_8gram_share")
+    tokens = [token for answer in answers for token in answer.tokens]
     sayable = set(draft.head.vocab.tolist()) if draft.head is not None else None
     return {
         "temperature": decode.temperature,
         "responses": len(answers),
-        "tokens": len(tokens),
-        "rounds": rounds,
-        "accepted": accepted,
-        "tau": (accepted + rounds) / rounds if rounds else None,
-        "acceptance_by_depth": [s / t if t else None for s, t in zip(survivals, trials, strict=True)],
-        "trials": trials,
+        **{name: numbers[name] for name in kept},
         "coverage": sum(t in sayable for t in tokens) / len(tokens) if sayable is not None and tokens else None,
-        "verify_ms": 1e3 * sum(a.seconds["verify"] for a in answers) / rounds if rounds else None,
+        "verify_ms": 1e3 * numbers["seconds"]["verify"] / numbers["rounds"] if numbers["rounds"] else None,
     }
 
 
@@ -135,24 +128,28 @@ def step_cost(draft: Draft, chain_length: int, meter: Meter) -> float | None:
     return 1e3 * statistics.median((seconds(chain_length) - seconds(1)) / (chain_length - 1) for _ in range(REPEATS))
 
 
-def table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any], depths: int) -> Table:
     """One row a temperature."""
-    rows, depths = result["rows"], range(len(result["rows"][0]["trials"]))
     made = Table(title=f"{result['draft']} on {result['workload']}: {result['conversations']} conversations")
-    for title in ("T", "tokens", "tau", *(f"depth {d + 1}" for d in depths), "coverage", "draft step", "verify pass"):
+    titles = (
+        "T",
+        "tokens",
+        "tau",
+        *(f"depth {d + 1}" for d in range(depths)),
+        "coverage",
+        "draft step",
+        "verify pass",
+    )
+    for title in titles:
         made.add_column(title, justify="right", no_wrap=True)
-
-    def text(value: float | None, digits: int, unit: str = "") -> str:
-        return MISSING if value is None else f"{value:.{digits}f}{unit}"
-
-    for row in rows:
+    for row in result["rows"]:
         made.add_row(
             f"{row['temperature']:g}",
             str(row["tokens"]),
-            text(row["tau"], 2),
-            *(text(row["acceptance_by_depth"][d], 3) for d in depths),
-            text(row["coverage"], 3),
-            text(result["draft_step_ms"], 1, " ms"),
-            text(row["verify_ms"], 1, " ms"),
+            number(row["tau"], 2),
+            *(number(share, 3) for share in row["acceptance_by_depth"] or [None] * depths),
+            number(row["coverage"], 3),
+            number(result["draft_step_ms"], 1, " ms"),
+            number(row["verify_ms"], 1, " ms"),
         )
     return made

@@ -65,7 +65,7 @@ class RunDir:
                 raise UserError(f"{path}: another process is writing this run: wait for it, or {_CHOOSE}") from None
             # What was there before the lock may have been another process's start.
             earlier = refuse_other(path, origin["fingerprint"])
-            if not (path / CONFIG).exists():
+            if not earlier:
                 write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"))
             lines = open(path / CONVERSATIONS, "ab+", buffering=0)  # noqa: SIM115
             done = _whole_lines(lines, path / CONVERSATIONS)

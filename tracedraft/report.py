@@ -150,7 +150,7 @@ def _text(value: Any) -> str:
     return MISSING if value is None else str(value)
 
 
-def _number(value: float | None, digits: int, unit: str = "") -> str:
+def number(value: float | None, digits: int, unit: str = "") -> str:
     return MISSING if value is None else f"{value:.{digits}f}{unit}"
 
 
@@ -163,7 +163,7 @@ def _ties(count: int | None) -> str:
 
 
 def _both_arms(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
-    return lambda r: f"{_number(r[f'fixed_{name}'], digits)} → {_number(r[name], digits)}"
+    return lambda r: f"{number(r[f'fixed_{name}'], digits)} → {number(r[name], digits)}"
 
 
 _NAMES = ("workload", "adapter")
@@ -174,7 +174,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("tokens", lambda r: _text(r["tokens"])),
     ("fixed → tau", _both_arms("tau", 3)),
     ("fixed → tok/s", _both_arms("tokens_per_s", 1)),
-    ("speedup", lambda r: _number(r["speedup"], 3, "×") + _interval(r["speedup_interval"])),  # noqa: RUF001
+    ("speedup", lambda r: number(r["speedup"], 3, "×") + _interval(r["speedup_interval"])),  # noqa: RUF001
     ("updates", lambda r: f"{_text(r['committed'])}/{_text(r['attempted'])}"),
     ("lossless", lambda r: {None: MISSING, True: "✓", False: "✗"}[r["lossless"]] + _ties(r["near_ties"])),
 )

@@ -28,8 +28,8 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     records = list(records)
     turns = [turn for record in records for turn in record["turns"]]
     refused = [record["id"] for record in records if record["refused"] is not None]
-    adapted, reasons = _summarise_arm([turn["arms"]["adapted"] for turn in turns])
-    fixed, fixed_reasons = _summarise_arm([turn["arms"]["fixed"] for turn in turns])
+    adapted, reasons = summarise_arm([turn["arms"]["adapted"] for turn in turns])
+    fixed, fixed_reasons = summarise_arm([turn["arms"]["fixed"] for turn in turns])
     paired, paired_reasons = _compare_arms(turns)
     return {
         **adapted,
@@ -95,7 +95,8 @@ def _bootstrap(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float
     return bounds if all(map(math.isfinite, bounds)) else None
 
 
-def _summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+def summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Numbers of one arm's responses (``Response`` as a dict), and why some are None."""
     rounds = sum(r["rounds"] for r in responses)
     accepted = sum(r["accepted"] for r in responses)
     tokens = sum(len(r["tokens"]) for r in responses)
@@ -194,7 +195,7 @@ def _plainly(turns: list[dict[str, Any]]) -> dict[str, Any]:
     with_plain = [turn["arms"] for turn in turns if "plain" in turn["arms"]]
     if not with_plain:
         return {}
-    plain, _ = _summarise_arm([arms["plain"] for arms in with_plain])
+    plain, _ = summarise_arm([arms["plain"] for arms in with_plain])
     over = {}
     for name in ("fixed", "adapted"):
         same = [(a["plain"], a[name]) for a in with_plain if a["plain"]["tokens"] == a[name]["tokens"]]
