@@ -58,7 +58,9 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     if few is None:
         numbers["speedup_interval"] = _bootstrap([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
         numbers["tau_gain_interval"] = _bootstrap([pair[1] for pair in pairs], _tau_ratio)
-    reasons = {key: few or "no verification round" for key, value in numbers.items() if value is None}
+    timed = any(sum(pair[0]) for pair in pairs)
+    why = {"speedup_interval": "no verification round" if timed else "no time was measured"}
+    reasons = {key: few or why.get(key, "no verification round") for key, value in numbers.items() if value is None}
     return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
 
 
