@@ -13,10 +13,12 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
+from tracedraft.models.packing import pack
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
 CHUNK = 512  # slots of one pass over a prompt: bounds its mask
+TRAINED = ("lm_head",)  # by inner adapters, in place
 
 
 class Eagle3Draft(Draft):
@@ -32,7 +34,7 @@ class Eagle3Draft(Draft):
 
     def begin(self, capacity: int) -> None:
         layer = self.model.config.layer
-        like = self.model.fc.weight
+        like = self.model.norm.weight
         self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
         frequencies = rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling)
         self.rope = Rope(frequencies.to(like.device), capacity, like.dtype)
@@ -43,7 +45,7 @@ class Eagle3Draft(Draft):
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
         parts = []
         for some_taps, some in zip(taps.split(CHUNK), tokens.split(CHUNK), strict=True):
-            features = self.model.fuse(some_taps.to(self.model.fc.weight.dtype))
+            features = self.model.fuse(some_taps.to(self.model.norm.weight.dtype))
             parts.append(self._slots(features, some, self.length))
             self.length += len(some)
         self.last = parts[-1][-1:]
@@ -115,6 +117,7 @@ class Eagle3Spec(DraftSpec):
         like = target.model.norm.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         model = eagle3.load(folder, dtype, like.device)
+        pack(model, keep=TRAINED)
         digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
         embedding = target.model.embed_tokens.weight.to(dtype)
         return Eagle3Draft(model, embedding), {"origin": str(self.path), "sha256": digest}
@@ -135,9 +138,10 @@ class LogitLensSpec(DraftSpec):
 
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         self.check(target.shape)
-        model = lens(target, self.draft_vocab_size, self.seed)
         embedding = target.model.embed_tokens.weight
-        return Eagle3Draft(model.to(embedding), embedding), {"origin": "untrained", "sha256": None}
+        model = lens(target, self.draft_vocab_size, self.seed).to(embedding)
+        pack(model, keep=TRAINED)
+        return Eagle3Draft(model, embedding), {"origin": "untrained", "sha256": None}
 
 
 def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3:
