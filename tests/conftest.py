@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,18 @@ def in_child(action: Callable[[], object], seconds: float | None) -> bool:
     if not os.WIFSIGNALED(status):
         assert os.waitstatus_to_exitcode(status) == 0
     return not os.WIFSIGNALED(status)
+
+
+@contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: what a full disk does to whoever writes."""
+    ignored, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.fixture

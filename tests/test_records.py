@@ -5,14 +5,18 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from random import Random
 
 import pytest
 import torch
+from conftest import small_disk
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from tracedraft import summary as summaries
 from tracedraft.errors import UserError
+from tracedraft.files import write_atomically
 from tracedraft.meter import PHASES
 from tracedraft.provenance import git_state, provenance
 from tracedraft.records import RunDir, TruncatedRecord, read_attempts, read_conversations, read_summary
@@ -134,6 +138,37 @@ def test_the_state_kept_is_that_of_the_last_record(tmp_path):
         assert run.learner().read_text() == "again"
         run.write_summary({})
     assert list(tmp_path.glob("learner*")) == []
+
+
+def test_a_state_that_finds_no_room_is_a_user_error_and_the_one_before_stays(tmp_path):
+    """torch.save says RuntimeError, safetensors an error of its own."""
+    big = {"a": torch.zeros(100_000)}
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        run.keep_learner(1, lambda path: path.write_text("small"))
+        for save in (partial(torch.save, big), partial(save_file, big)):
+            with (
+                small_disk(50_000),
+                pytest.raises(UserError, match=r"learner-00002\.pt can't be written.*free space"),
+            ):
+                run.keep_learner(2, save)
+        assert [path.read_text() for path in tmp_path.glob("learner-*")] == ["small"]
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_what_a_killed_attempt_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    RunDir.open(tmp_path, {}, ORIGIN).close()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)  # as when killed
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(tmp_path / "learner-00001.pt", killed, "")
+    assert len(list(tmp_path.glob(".*"))) == 1
+    RunDir.open(tmp_path, {}, ORIGIN).close()
+    assert not list(tmp_path.glob(".*"))
+
+
+def killed(path):
+    path.write_text("half")
+    raise KeyboardInterrupt
 
 
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):

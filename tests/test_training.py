@@ -310,8 +310,8 @@ def train(files: list[Path], folder: Path, **changes) -> tuple[list[float], floa
     trainer = Trainer(served().target, files, dataclasses.replace(SPEC, **changes))
     trainer.run(folder, done.append)
     assert [p.step for p in done] == list(range(1, trainer.steps + 1))
-    assert done[-1].held_out is not None
-    return [p.loss for p in done], done[-1].held_out.tau
+    assert done[-1].checked
+    return [p.loss for p in done], trainer.curve[-1]["tau"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": "lk"}], ids=["ce", "lk"])
@@ -379,11 +379,10 @@ def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
 
 def test_the_best_draft_is_kept_and_training_stops_without_a_better_one(corpus, tmp_path):
     """A rate so high that the draft gets worse: two checks later it ends, and what is on disk is the best."""
-    points = []
     spec = dataclasses.replace(SPEC, lr=1.0, evaluate_every=2, patience=2)
     trainer = Trainer(served().target, corpus, spec)
-    trainer.run(tmp_path, lambda done: points.append(done))
-    taus = {p.step: p.held_out.tau for p in points if p.held_out}
+    trainer.run(tmp_path, lambda done: None)
+    taus = {point["step"]: point["tau"] for point in trainer.curve}
     best = max(taus, key=lambda step: taus[step])
     assert trainer.step == best + 2 * spec.evaluate_every < trainer.steps
     again = Trainer(served().target, corpus, dataclasses.replace(spec, init=str(tmp_path / "draft")))

@@ -78,8 +78,8 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             "draft_weights": origin,
         },
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RESULT, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
+    text = json.dumps(result, indent=1) + "\n"
+    write_atomically(folder / RESULT, lambda path: path.write_text(text), "choose another hydra.run.dir")
     show(table(result, specs["decode"].chain_length))
     return result
 

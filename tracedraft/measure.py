@@ -19,7 +19,7 @@ from tracedraft import chat, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.config import build_spec, fingerprint, plain
+from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.decode import ChainSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
@@ -27,7 +27,7 @@ from tracedraft.meter import Meter
 from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
 from tracedraft.target import Served
-from tracedraft.tracking import MODES, open_tracker, sigterm_as_exit
+from tracedraft.tracking import open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
@@ -124,21 +124,6 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
         )
     learner = {"drift": done[-1]["drift"] if done else {}, "anchor_lambda": adapter.anchor_lambda()}
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
-
-
-def check_settings(cfg: DictConfig) -> None:
-    """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
-    seed, plain, threads, mode, tags = cfg.seed, cfg.plain, cfg.threads, cfg.wandb.mode, cfg.wandb.tags
-    rules = (
-        ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
-        ("plain", plain, type(plain) is bool, "true or false"),
-        ("threads", threads, threads is None or (type(threads) is int and threads > 0), "1 or more, or null for all"),
-        ("wandb.mode", mode, mode in MODES, f"one of {', '.join(MODES)}"),
-        ("wandb.tags", tags, OmegaConf.is_list(tags), "a list, as [a,b]"),
-    )
-    for key, value, works, want in rules:
-        if not works:
-            raise UserError(f"{key}={value!r}: expected {want}")
 
 
 _LOADED: dict[str, Served] = {}

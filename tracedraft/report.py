@@ -108,7 +108,11 @@ class SweepTable(Callback):
         text = result_markdown(rows)
         if failed:
             text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
-        write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+        instead = "choose another hydra.sweep.dir"
+        try:
+            write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"), instead)
+        except UserError as error:
+            _write(f"warning: {error}\n", sys.stderr)
 
 
 def _make(folder: Path, key: str) -> None:
