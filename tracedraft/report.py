@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -86,9 +87,6 @@ class SweepTable(Callback):
     A run without a readable summary is listed as failed.
     """
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _make(Path(config.hydra.run.dir), "hydra.run.dir")
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         _make(folder, "hydra.sweep.dir")
@@ -115,13 +113,31 @@ class SweepTable(Callback):
             _write(f"warning: {error}\n", sys.stderr)
 
 
+class RunFolder(Callback):
+    """Hydra callback: makes a single run's folder."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make(Path(config.hydra.run.dir), "hydra.run.dir")
+
+
+_made: list[Path] = []  # by this process, innermost first
+
+
 def _make(folder: Path, key: str) -> None:
     """Hydra makes the folder before any code of ours runs, and meets a refusal with a traceback."""
+    _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"error: {key}={folder} can't be made ({error.strerror}): choose another", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def unmake() -> None:
+    """Take back the folders made for a run that left nothing in them."""
+    with contextlib.suppress(OSError):  # not empty
+        for folder in _made:
+            folder.rmdir()
 
 
 def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
