@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from tracedraft import chat
 from tracedraft import measure as measuring
 from tracedraft import target as target_module
 from tracedraft.adapters.fixed import FixedAdapter
@@ -306,6 +307,20 @@ def test_a_cache_that_cannot_fit_is_refused_before_anything_is_written(tmp_path,
     with pytest.raises(UserError, match=r"KV cache.*decode\.max_new_tokens"):
         measure(composed(), tmp_path / "run", None)
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_counts_every_turn_in_its_template_and_the_drafts(tmp_path, monkeypatch):
+    """Two questions of two turns: the longest prompt that is served, an answer at its limit in it, is the bound."""
+    counted = []
+    monkeypatch.setattr(target_module.LlamaTarget, "check_memory", lambda _, *given: counted.append(given))
+    bucket = ("decode.cache_bucket=1", "decode.prefill_chunk=1", "decode.chain_length=7")
+    cfg = composed(*prompts_file(tmp_path, ("Who?", "Why?"), ("Where?", "When then?")), *bucket)
+    tokenizer = build_spec(cfg.target, "target").build().tokenizer
+    measure(cfg, tmp_path / "run", None)
+    history = [("user", "Where?"), ("assistant", "."), ("user", "When then?")]
+    prompt = chat.encode(tokenizer, [{"role": role, "content": text} for role, text in history])
+    draft = 2 * 2 * 8 * 4  # keys and values, of two heads of eight floats
+    assert counted == [(len(prompt) + 20 + 20 + 8, 2 * draft)]
 
 
 @pytest.mark.parametrize(

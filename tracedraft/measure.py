@@ -77,7 +77,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
     bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain)
-    check_cache(bench, conversations)
+    check_cache(bench, [arm.draft for arm in arms], conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
     identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed, "plain": cfg.plain}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
@@ -146,14 +146,17 @@ def build_arms(specs: dict[str, Any], served: Served, seed: int) -> tuple[list[A
     return arms, origin
 
 
-def check_cache(bench: Bench, conversations: list[Conversation]) -> None:
-    """Raises UserError when the longest conversation's KV cache cannot fit into memory."""
-    target, tokenizer = bench.served.target, bench.served.tokenizer
-    longest = 0
+def check_cache(bench: Bench, drafts: list[Draft], conversations: list[Conversation]) -> None:
+    """Raises UserError when the KV caches of the longest conversation cannot fit into memory."""
+    target, tokenizer, longest = bench.served.target, bench.served.tokenizer, 0
     for conversation in conversations:
-        prompt = len(tokenizer("\n".join(conversation.turns), add_special_tokens=False)["input_ids"])
-        longest = max(longest, prompt + (len(conversation.turns) - 1) * bench.decode.max_new_tokens)
-    target.check_memory(bench.decode.capacity(min(longest, target.context), target.context))
+        questions = [{"role": "user", "content": turn} for turn in conversation.turns]
+        answer = {"role": "assistant", "content": "."}
+        history = [message for question in questions for message in (question, answer)][:-1]
+        prompt = len(chat.encode(tokenizer, history))
+        longest = max(longest, prompt + (len(questions) - 1) * bench.decode.max_new_tokens)
+    capacity = bench.decode.capacity(min(longest, target.context), target.context)
+    target.check_memory(capacity, sum(draft.row_bytes for draft in drafts))
 
 
 def stream(
@@ -167,6 +170,8 @@ def stream(
     """Serve in order what no earlier attempt did; each record is on disk before it is mirrored."""
     done = list(run.done)
     progress.resume(done)
+    for index, record in enumerate(done):  # each attempt is a W&B run of its own, and the newest shows all
+        mirror(rows.row(record), index)
     resume(arms, run)
     if len(done) == len(conversations):
         return done
@@ -211,6 +216,25 @@ def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> No
         respond(bench.served.target, draft, FixedSpec("fixed").build(None, 0), prompt, spec, 0, bench.meter)
 
 
+def serve(
+    bench: Bench, conversation: Conversation, answer: Callable[[int, list[int], int], str]
+) -> dict[str, int] | None:
+    """Put each turn in order to ``answer(turn, prompt, noise key)``, which returns what the history then says.
+
+    Returns:
+        the first turn that is too long for the target's context, where the conversation ends; None without one.
+    """
+    target, history = bench.served.target, []
+    for turn, question in enumerate(conversation.turns):
+        history.append({"role": "user", "content": question})
+        prompt = chat.encode(bench.served.tokenizer, history)
+        if len(prompt) >= target.context:
+            return {"turn": turn, "tokens": len(prompt), "context": target.context}
+        text = answer(turn, prompt, noise_key(bench.seed, conversation, turn))
+        history.append({"role": "assistant", "content": text})
+    return None
+
+
 def converse(
     bench: Bench,
     arms: list[Arm],
@@ -219,28 +243,14 @@ def converse(
     report: Callable[[str, Response], None],
 ) -> dict[str, Any]:
     """Answer every turn with each arm, in turned order on odd conversations, and audit the answers."""
-    target, tokenizer = bench.served.target, bench.served.tokenizer
+    target = bench.served.target
     by_name = {arm.name: arm for arm in arms}
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
-    record: dict[str, Any] = {
-        "index": index,
-        "id": conversation.id,
-        "domain": conversation.domain,
-        "occurrence": conversation.occurrence,
-        "order": order,
-        "refused": None,
-        "turns": [],
-    }
+    turns: list[dict[str, Any]] = []
     for arm in arms:
         arm.adapter.begin_conversation()
-    history = []
-    for turn, question in enumerate(conversation.turns):
-        history.append({"role": "user", "content": question})
-        prompt = chat.encode(tokenizer, history)
-        if len(prompt) >= target.context:
-            record["refused"] = {"turn": turn, "tokens": len(prompt), "context": target.context}
-            break
-        key = noise_key(bench.seed, conversation, turn)
+
+    def answer(turn: int, prompt: list[int], key: int) -> str:
         answers = {}
         for name in order:
             arm = by_name.get(name)
@@ -249,10 +259,20 @@ def converse(
             else:
                 answers[name] = respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
             report(name, answers[name])
-        record["turns"].append(turn_record(bench, turn, prompt, answers, key))
-        history.append({"role": "assistant", "content": record["turns"][-1]["text"]})
-    record["drift"] = arms[1].adapter.drift()
-    return record
+        turns.append(turn_record(bench, turn, prompt, answers, key))
+        return turns[-1]["text"]
+
+    refused = serve(bench, conversation, answer)
+    return {
+        "index": index,
+        "id": conversation.id,
+        "domain": conversation.domain,
+        "occurrence": conversation.occurrence,
+        "order": order,
+        "refused": refused,
+        "turns": turns,
+        "drift": arms[1].adapter.drift(),
+    }
 
 
 def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:

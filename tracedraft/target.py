@@ -112,10 +112,14 @@ class LlamaTarget(Target):
         hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
         return hidden[0, : len(tokens)], taps[0, : len(tokens)]
 
-    def check_memory(self, capacity: int) -> None:
-        """Raises UserError when a cache of ``capacity`` rows does not fit into the free memory."""
+    def check_memory(self, capacity: int, beside: int) -> None:
+        """Raises UserError when caches of ``capacity`` rows do not fit into the free memory.
+
+        Args:
+            beside: bytes a row that the drafts' caches take.
+        """
         c, like = self.model.config, self.model.norm.weight
-        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size())
+        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size()) + beside
         if like.device.type == "cuda":
             free = torch.cuda.mem_get_info(like.device)[0]
         else:
