@@ -47,7 +47,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], instead: str) 
 
 
 def unwritable(path: Path, error: Exception, instead: str) -> UserError:
-    reason = error.strerror if isinstance(error, OSError) else "the disk took a part of it only"
+    reason = error.strerror or error if isinstance(error, OSError) else "the disk took a part of it only"
     return UserError(f"{path} can't be written ({reason}): free space there, or {instead}")
 
 
@@ -60,13 +60,15 @@ def exclusive(path: Path, instead: str) -> Any:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+", buffering=0)  # noqa: SIM115 - the caller's to close
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise
+    except BlockingIOError:
+        raise UserError(f"{path.parent}: another process is writing there: wait for it, or {instead}") from None
     except OSError as error:
         raise unwritable(path.parent, error, instead) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"{path.parent}: another process is writing there: wait for it, or {instead}") from None
     remove_scratch(path.parent)
     return file
 
