@@ -28,6 +28,7 @@ from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.target import LlamaTarget, Served, default_taps
+from tracedraft.training import corpus as corpora
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
@@ -122,6 +123,16 @@ def golden_decoder(tmp_path_factory) -> Decoder:
     state = {name.removeprefix("model."): tensor for name, tensor in weights.tensors(folder)}
     weights.load_module(model, weights.fuse(state, folder), folder)
     return model.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> list[Path]:
+    """Shards of text by the tiny target of ``training_cases``; not to be changed."""
+    from training_cases import synthesise
+
+    folder = tmp_path_factory.mktemp("corpus")
+    synthesise(folder)
+    return corpora.shards(folder)
 
 
 @pytest.fixture

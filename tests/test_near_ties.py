@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from conftest import CPU, chain, plain_greedy, tiny
-from test_run import composed, conversations
+from run_cases import composed, conversations
 
 from tracedraft.decode import audit, respond_plainly
 from tracedraft.measure import measure

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import torch
 from conftest import in_child
-from test_run import arms, composed, conversations, untimed
+from run_cases import arms, composed, conversations, untimed
 
 from tracedraft.measure import measure
 from tracedraft.records import SUMMARY, read_attempts, read_conversations, read_summary

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import recompute
-from test_training import SPEC, TEXT, served
+from training_cases import SPEC, TEXT, served
 
 from tracedraft import chat
 from tracedraft.config import ASSETS
