@@ -112,5 +112,8 @@ def _plainly(action: Any) -> None:
 
 def _leave(error: UserError) -> NoReturn:
     """An exception would have Hydra wrap the one line into three more."""
+    from tracedraft.report import unmake
+
+    unmake()
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)

@@ -91,7 +91,8 @@ def replaying(
     if not file.exists():
         tokens, taps, hidden = record(served.target, draft, prompt, spec, key)
         said = {"tokens": json.dumps(tokens)}
-        write_atomically(file, lambda path: save_file({"taps": taps, "hidden": hidden}, path, metadata=said))
+        state = {"taps": taps, "hidden": hidden}
+        write_atomically(file, lambda path: save_file(state, path, metadata=said), "choose another paths.recordings")
     return RecordedTarget(served.target, file)
 
 
