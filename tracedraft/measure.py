@@ -97,7 +97,9 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     names = {group: specs[group].name for group in GROUPS}
     origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     if done := records.finished(folder, identity["fingerprint"]):
-        print(f"{folder} holds this run already, finished", file=sys.stderr)
+        lost = cfg.keep_learner and records.last_learner(folder) is None
+        without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
+        print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
         return done
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
@@ -116,7 +118,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
-            run.write_summary({**summary, "wandb_error": tracker.error})
+            run.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
@@ -146,6 +148,7 @@ def check_settings(cfg: DictConfig) -> None:
     rules = (
         ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
         ("plain", plain, type(plain) is bool, "true or false"),
+        ("keep_learner", cfg.keep_learner, type(cfg.keep_learner) is bool, "true or false"),
         ("measure", cfg.measure, cfg.measure in (TIME, ACCEPTANCE), f"{TIME} or {ACCEPTANCE}"),
         ("plain", plain, cfg.measure == TIME or not plain, f"false with measure={ACCEPTANCE}, which times nothing"),
         (
