@@ -327,8 +327,10 @@ def to_json(
             "transformer_layer_config": nested | _layer_json(config.layer),
         }
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
         **kept,
+        "architectures": [
+            "LlamaForCausalLMEagle3"
+        ],  # SGLang and vLLM know it; published ones often name the target's
         **_layer_json(config.layer),
         **shared,
         "target_hidden_size": config.target_hidden_size,
