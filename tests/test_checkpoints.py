@@ -107,6 +107,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path):
     ("config", "says"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'. is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"speculators_model_type": "dflash"}, "kind 'dflash', not eagle3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),

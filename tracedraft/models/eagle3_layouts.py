@@ -203,6 +203,8 @@ def _layer(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], reading: Rea
     for key, value in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if raw.get(key, value) != value:
             raise UserError(f"draft: {folder}: {key}={raw[key]!r} is not supported, only {value!r}")
+    if "sliding_attention" in (raw.get("layer_types") or []):
+        raise UserError(f"draft: {folder}: layer_types={raw['layer_types']} is not supported, only full attention")
     heads = raw["num_attention_heads"]
     q_rows, k_rows = (shapes[f"midlayer.self_attn.{part}_proj.weight"][0] for part in ("q", "k"))
     head_dim = reading.head_dim or q_rows // heads
