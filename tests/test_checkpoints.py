@@ -113,8 +113,8 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
         ({"target_hidden_size": 40}, "fc takes 96 features, no multiple of the target's hidden size 40"),
         ({"num_attention_heads": 3}, "q_proj has 32 rows and k_proj 16, .*set draft.head_dim"),
-        ({"fc_norm": True}, r"tensor 'fc_norm\.0\.weight' is missing"),
-        ({"norm_before_fc": True}, r"tensor 'input_norm\.weight' is missing"),
+        ({"fc_norm": True}, "config.json says fc_norm=True, and the file lacks such norms"),
+        ({"eagle_config": {"norm_before_fc": True}}, "says norm_before_fc=True, and the file lacks such norms"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, config, says):
@@ -220,7 +220,7 @@ def test_norm_output_outside_speculators_means_two_things(tmp_path):
 
 @pytest.mark.parametrize("kind", ["fc_norm", "input_norm"])
 def test_norms_before_fc(kind, tmp_path):
-    """One a tap, or one over all: taken for what the file holds, whatever the config says."""
+    """One a tap, or one over all: what the file holds, where the config doesn't contradict it."""
     gains = torch.rand(96, generator=torch.Generator().manual_seed(0)) + 0.5
     names = {"fc_norm": [f"fc_norm.{i}.weight" for i in range(3)], "input_norm": ["input_norm.weight"]}[kind]
 
@@ -234,6 +234,9 @@ def test_norms_before_fc(kind, tmp_path):
     torch.testing.assert_close(model.fuse(taps), normed @ model.fc.weight.T, **CLOSE)
     if kind == "fc_norm":
         assert torch.equal(load(tmp_path / "draft", fc_norm=False).fuse(taps), taps @ model.fc.weight.T)
+    changed(tmp_path / "draft", **{"norm_before_fc" if kind == "input_norm" else kind: False})
+    with pytest.raises(UserError, match="=False, and the file holds such norms"):
+        load(tmp_path / "draft")
 
 
 def test_head_dim_follows_the_weights(tmp_path):

@@ -180,15 +180,14 @@ def read_config(folder: Path, reading: Reading | None = None) -> Eagle3Config:
         tapped = _tapped(raw, reading, folder)
         if tapped and len(tapped) != taps:
             raise UserError(f"draft: {folder}: config.json lists {len(tapped)} tapped layers, fc takes {taps}")
-        # Weights that are there were trained; where the config alone has them, loading names the missing tensor.
-        fc_norm = "fc_norm.0.weight" in shapes or bool(raw.get("fc_norm"))
+        fc_norm = reading.fc_norm
         return Eagle3Config(
             layer=layer,
             draft_vocab_size=raw["draft_vocab_size"] or shapes["lm_head.weight"][0],
             target_hidden_size=hidden,
             taps=taps,
-            fc_norm=fc_norm if reading.fc_norm is None else reading.fc_norm,
-            norm_before_fc="input_norm.weight" in shapes or bool(raw.get("norm_before_fc")),
+            fc_norm=_holds(raw, "fc_norm", "fc_norm.0.weight" in shapes, folder) if fc_norm is None else fc_norm,
+            norm_before_fc=_holds(raw, "norm_before_fc", "input_norm.weight" in shapes, folder),
             norm_before_residual=_norm_before_residual(raw, reading, folder),
             norm_output=_norm_output(raw, reading, folder),
             own_embedding="embed_tokens.weight" in shapes,
@@ -207,13 +206,9 @@ def _layer(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], reading: Rea
         raise UserError(f"draft: {folder}: layer_types={raw['layer_types']} is not supported, only full attention")
     heads = raw["num_attention_heads"]
     q_rows, k_rows = (shapes[f"midlayer.self_attn.{part}_proj.weight"][0] for part in ("q", "k"))
-    head_dim = reading.head_dim or q_rows // heads
-    if (
-        head_dim < 1
-        or q_rows % head_dim
-        or k_rows % head_dim
-        or (not reading.head_dim and head_dim * heads != q_rows)
-    ):
+    head_dim = reading.head_dim or max(1, q_rows // heads)
+    whole = q_rows % head_dim == k_rows % head_dim == 0
+    if not whole or (reading.head_dim is None and heads * head_dim != q_rows):
         raise UserError(
             f"draft: {folder}: q_proj has {q_rows} rows and k_proj {k_rows}, which do not make whole heads of "
             f"{head_dim}: set draft.head_dim"
@@ -244,6 +239,17 @@ def _rope(raw: dict[str, Any], folder: Path) -> tuple[float, dict[str, Any] | No
         raise UserError(f"draft: {folder}: rope scaling {kind!r} is not supported (default, llama3)")
     theta = raw.get("rope_theta") or both.get("rope_theta") or ROPE_THETA
     return theta, {k: v for k, v in scaling.items() if k != "rope_theta"} if kind == "llama3" else None
+
+
+def _holds(raw: dict[str, Any], key: str, held: bool, folder: Path) -> bool:
+    """Whether the file holds the norms that a key is about; a config that contradicts it is wrong, or the file is."""
+    stated = raw.get(key, (raw.get("eagle_config") or {}).get(key))
+    if stated is not None and bool(stated) != held:
+        raise UserError(
+            f"draft: {folder}: config.json says {key}={stated!r}, and the file {'holds' if held else 'lacks'} such "
+            f"norms: fetch it again, or correct {key}"
+        )
+    return held
 
 
 def _norm_before_residual(raw: dict[str, Any], reading: Reading, folder: Path) -> bool:
