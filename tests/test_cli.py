@@ -109,7 +109,7 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    assert all(f"  {command} " in out for command in ("run", "train", "prepare"))
+    assert all(f"  {command} " in out for command in ("run", "train", "export", "prepare"))
     assert tell(cli.main) == (2, "", out)
 
 
@@ -167,6 +167,16 @@ def test_run_through_the_console_script(tell, tmp_path):
 def test_prepare_says_that_the_target_is_ready(tell):
     code, out, err = tell(cli.main, "prepare", "target=tiny")
     assert (code, out, err) == (0, "target tiny is ready\n", "")
+
+
+def test_export_says_where_the_draft_is(tell, tmp_path):
+    source, out = saved_draft(tmp_path / "draft"), tmp_path / "out"
+    command = ("export", "target=tiny", *with_draft(source), "layout=speculators", f"out={out}")
+    assert tell(cli.main, *command) == (0, f"speculators draft: {out}\n", "")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    code, printed, err = tell(cli.main, *command)
+    assert (code, printed) == (2, "")
+    assert "exists already; give a new folder" in one_line(err)
 
 
 def test_train_refuses_a_draft_without_a_trainer(tell, tmp_path):
@@ -266,7 +276,10 @@ def test_an_unknown_key_is_named(refused):
         (["target.dtype=int3"], ["target.dtype='int3'", "bfloat16"]),
         (["target=llama", "target.drafts.eagle3=x"], ["target.path"]),
         (["draft=eagle3"], ["draft.path", "draft=tiny"]),
-        (["draft=eagle3", "draft.path=no/such"], ["draft.path='no/such'", "tracedraft.train"]),
+        (["draft=eagle3", "draft.path=./no/such"], ["draft.path='./no/such'", "tracedraft.train"]),
+        (["draft=eagle3", "draft.path=./no/such", "draft.tap_ids=both"], ["draft.tap_ids", "both"]),
+        (["draft=eagle3", "draft.path=./no/such", "draft.rope_theta=0"], ["draft.rope_theta=0", "above 0"]),
+        (["keep_learner=maybe"], ["keep_learner='maybe'", "true or false"]),
     ],
 )
 def test_a_bad_value_is_named_in_one_line(refused, overrides, parts):

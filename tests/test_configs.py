@@ -105,6 +105,12 @@ def test_eval_draft_composes_with_the_run_s_own_options():
         assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
 
 
+def test_export_composes_with_the_run_s_own_options():
+    cfg, run = composed("draft.tap_ids=outputs", name="export"), composed("draft.tap_ids=outputs")
+    for group in ("target", "draft"):
+        assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
+
+
 def test_training_composes_with_every_target_and_its_output_follows():
     for target in (option for group, option in OPTIONS if group == "target"):
         cfg = composed(f"target={target}", "paths.runs=some/runs", name="train")
@@ -206,6 +212,8 @@ BASE = ("target=smollm2-135m", "draft=eagle3", "workload=gsm8k")
         "adapter.clip=1.0",
         "adapter=reset",
         "draft=tiny",
+        "draft.rope_theta=5e5",
+        "draft.norm_output=true",
         "target.dtype=float32",
         "target.seed=1",
     ],

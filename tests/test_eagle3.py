@@ -187,13 +187,6 @@ def test_whole_vocabulary_needs_no_map(tmp_path):
     assert bool(model.t2d.all())
 
 
-def test_embeddings_in_the_file_are_ignored(tmp_path):
-    folder = golden_folder("eagle3_tiny", tmp_path / "draft")
-    state = load_file(folder / "model.safetensors") | {"embed_tokens.weight": torch.zeros(128, 32)}
-    save_file(state, folder / "model.safetensors")
-    assert "embed_tokens.weight" not in eagle3.load(folder, torch.float32, "cpu").state_dict()
-
-
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [

@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
-from tracedraft.records import RunDir, TruncatedRecord, read_attempts, read_conversations, read_summary
+from tracedraft.records import (
+    LEARNER,
+    RunDir,
+    TruncatedRecord,
+    last_learner,
+    read_attempts,
+    read_conversations,
+    read_summary,
+)
 
 ORIGIN = {"fingerprint": "f00d", "started": "today"}
 
@@ -132,6 +140,20 @@ def test_the_state_kept_is_that_of_the_last_record(tmp_path):
         assert run.learner().read_text() == "again"
         run.write_summary({})
     assert list(tmp_path.glob("learner*")) == []
+    assert last_learner(tmp_path) is None
+
+
+def test_a_finished_run_keeps_its_learner_if_asked(tmp_path):
+    """Under a name of its own, and over the number that a crash at the end may leave."""
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        for count in (1, 2):
+            run.keep_learner(count, lambda path, count=count: path.write_text(str(count)))
+            run.append({"id": count})
+        assert last_learner(tmp_path).read_text() == "2"
+        run.write_summary({}, keep_learner=True)
+        assert [path.name for path in tmp_path.glob("learner*")] == [LEARNER]
+        run.write_summary({"again": True})
+    assert last_learner(tmp_path).read_text() == "2"
 
 
 def test_a_state_that_finds_no_room_is_a_user_error_and_the_one_before_stays(tmp_path):

@@ -134,8 +134,9 @@ def test_training_goes_on_from_a_draft(corpus, tmp_path):
     assert torch.equal(trainer.model.vocab, kept.vocab)
     assert torch.equal(trainer.model.fc.weight, kept.fc.weight)
     config = (tmp_path / "draft" / "config.json").read_text()
-    (tmp_path / "draft" / "config.json").write_text(config.replace('"num_taps": 3', '"num_taps": 2'))
-    with pytest.raises(UserError, match="does not fit the target: its number of tapped layers is 2"):
+    other = config.replace('"vocab_size": 258', '"vocab_size": 259')
+    (tmp_path / "draft" / "config.json").write_text(other)
+    with pytest.raises(UserError, match="does not fit the target: its vocabulary is 259"):
         Trainer(served().target, corpus, spec)
 
 

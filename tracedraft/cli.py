@@ -23,6 +23,8 @@ USAGE = """usage: tracedraft COMMAND [overrides]
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
+  export      write a draft, and what a run made of it, for SGLang or vLLM:
+              tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
   prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
@@ -34,7 +36,7 @@ class OneLine(CompactHydraException):
 
 def main() -> None:
     """The console script."""
-    commands = {"run": run, "train": train, "eval-draft": eval_draft, "prepare": prepare}
+    commands = {"run": run, "train": train, "eval-draft": eval_draft, "export": export, "prepare": prepare}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
         print(USAGE, file=sys.stdout if helped else sys.stderr)
@@ -93,6 +95,15 @@ def eval_draft(cfg: DictConfig) -> None:
     from tracedraft.evaluate import evaluate_draft
 
     _plainly(lambda: evaluate_draft(cfg, Path(HydraConfig.get().runtime.output_dir)))
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="export")
+def export(cfg: DictConfig) -> None:
+    """Write a draft in the layout of another engine."""
+    _quiet()
+    from tracedraft.publish import export_draft
+
+    _plainly(lambda: export_draft(cfg))
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")

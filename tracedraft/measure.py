@@ -97,7 +97,9 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     names = {group: specs[group].name for group in GROUPS}
     origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     if done := records.finished(folder, identity["fingerprint"]):
-        print(f"{folder} holds this run already, finished", file=sys.stderr)
+        lost = cfg.keep_learner and records.last_learner(folder) is None
+        without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
+        print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
         return done
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
@@ -116,7 +118,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
-            run.write_summary({**summary, "wandb_error": tracker.error})
+            run.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)

@@ -2,8 +2,8 @@
 
 A run directory holds ``config.yaml`` (resolved), ``attempts.jsonl`` (provenance of each process that worked on
 it, the file that the one at work locks), ``conversations.jsonl`` (one record a line, in order), while it goes on
-the learner's state, and at the end ``summary.json``. This is the source of truth; everything else that shows a
-run is made from it.
+the learner's state, and at the end ``summary.json`` and, if asked for, that state as ``learner.pt``. This is the
+source of truth; everything else that shows a run is made from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tracedraft.errors import UserError
 from tracedraft.files import exclusive, unwritable, write_atomically
 
 CONFIG, CONVERSATIONS, SUMMARY = "config.yaml", "conversations.jsonl", "summary.json"
-ATTEMPTS = "attempts.jsonl"
+ATTEMPTS, LEARNER = "attempts.jsonl", "learner.pt"
 
 
 class TruncatedRecord(UserWarning):
@@ -101,8 +101,11 @@ class RunDir:
     def _learner(self, count: int) -> Path:
         return self.path / f"learner-{count:05d}.pt"
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``: a reader finds all of it or none. The learner's state is dropped.
+    def write_summary(self, summary: dict[str, Any], keep_learner: bool = False) -> None:
+        """Write ``summary.json``: a reader finds all of it or none.
+
+        Args:
+            keep_learner: leave the learner's last state as ``learner.pt``; otherwise it is dropped.
 
         Raises:
             ValueError: the summary holds NaN or infinity.
@@ -110,7 +113,11 @@ class RunDir:
         """
         text = json.dumps(summary, allow_nan=False, indent=1) + "\n"
         write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
-        for file in self.path.glob("learner-*.pt"):
+        # After the summary: a run that is cut off before it must find the state under its number.
+        states = sorted(self.path.glob("learner-*.pt"))
+        if keep_learner and states:
+            states.pop().replace(self.path / LEARNER)
+        for file in states:
             file.unlink()
 
     def close(self) -> None:
@@ -177,6 +184,12 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return _parse_lines(data[: data.rfind(b"\n") + 1], path / ATTEMPTS)
+
+
+def last_learner(path: Path) -> Path | None:
+    """The learner's last state that a run in ``path`` left: kept at its end, or of its last conversation."""
+    files = [*sorted(path.glob("learner-*.pt")), path / LEARNER]
+    return next((file for file in reversed(files) if file.exists()), None)
 
 
 def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ class LlamaTarget(Target):
         self.model, self.taps, self.eos_ids, self.context = model, taps, eos_ids, context
         self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
         self.device = model.norm.weight.device
-        self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps))
+        self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps), taps, model.config.layers)
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         self.cache = None  # the last response's, before there are two
@@ -172,7 +172,8 @@ class LlamaTargetSpec:
     def shape(self) -> TargetShape:
         """Read from the config alone, so that a draft can be checked before the weights are loaded."""
         config = weights.read_decoder_config(self._locate()[0])
-        return TargetShape(config.hidden_size, config.vocab_size, len(self._taps(config)))
+        taps = self._taps(config)
+        return TargetShape(config.hidden_size, config.vocab_size, len(taps), taps, config.layers)
 
     def _taps(self, config: DecoderConfig) -> tuple[int, ...]:
         taps = tuple(self.taps) if self.taps else default_taps(config.layers)

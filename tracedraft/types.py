@@ -33,11 +33,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a draft must fit: sizes, and the number of tapped layers."""
+    """What a draft must fit: sizes, the number of tapped layers, and which of how many they are, if known."""
 
     hidden_size: int
     vocab_size: int
     taps: int
+    tapped: tuple[int, ...] = ()
+    layers: int = 0
 
 
 @dataclass(frozen=True)

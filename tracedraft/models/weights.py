@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, single or sharded.
+    """The safetensors files of a checkpoint, single or sharded, or else its ``pytorch_model.bin``.
 
     Raises:
         UserError: none there, or a shard that the index names is missing.
@@ -68,9 +69,9 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = [folder / name for name in names]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model.bin"))
     if not files:
-        raise UserError(f"{folder}: no *.safetensors file")
+        raise UserError(f"{folder}: no *.safetensors file, and no pytorch_model.bin")
     for file in files:
         if not file.exists():
             raise UserError(f"{file}: named in {index.name} but missing")
@@ -89,12 +90,46 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         UserError: a corrupt or truncated file, by name.
     """
     for file in weight_files(folder):
+        if file.suffix == ".bin":
+            yield from _pickled(file).items()
+            continue
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     yield name, opened.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, read without the weights.
+
+    Raises:
+        UserError: a corrupt or truncated file, by name.
+    """
+    found = {}
+    for file in weight_files(folder):
+        if file.suffix == ".bin":
+            found |= {name: tuple(tensor.shape) for name, tensor in _pickled(file).items()}
+            continue
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
+    return found
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a torch file, mapped rather than read, and nothing that a pickle could run."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file}: corrupt, or more than tensors ({reason}); fetch it again, or convert it") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise UserError(f"{file}: not a state dict of tensors; convert it to safetensors")
+    return state
 
 
 def fuse(state: dict[str, Tensor], where: Path) -> dict[str, Tensor]:

@@ -118,7 +118,8 @@ def new_draft(target: LlamaTarget, vocab: Tensor, spec: TrainingSpec) -> eagle3.
     """One layer of the target's own width, its head and norm started from the target's."""
     layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
     size = layer.hidden_size
-    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(target.taps), spec.fc_norm))
+    taps = target.taps
+    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(taps), spec.fc_norm, tapped=taps))
     model.set_vocab(vocab)
     head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
     eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)
@@ -163,7 +164,8 @@ class Trainer:
         self.files, self.held_out = files[1:], files[:1]
         self.device = target.model.norm.weight.device
         self.model = self._draft().to(self.device).requires_grad_(True)
-        self.embedding = target.model.embed_tokens.weight.float()
+        own = self.model.embed_tokens
+        self.embedding = (target.model.embed_tokens if own is None else own).weight.detach().float()
         self.head = target.model.lm_head.weight[self.model.vocab]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True

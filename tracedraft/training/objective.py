@@ -94,8 +94,9 @@ def chain(model: Eagle3, embedding: Tensor, tokens: Tensor, taps: Tensor, steps:
         q, key, value = layer.self_attn.project(layer.attention_input(embedded, features), at)
         keys.append(key)
         values.append(value)
-        features = layer.finish(features, chain_attention(layer.self_attn, q, keys, values, hidden))
-        yield features
+        outputs = layer.finish(features, chain_attention(layer.self_attn, q, keys, values, hidden))
+        yield outputs
+        features = model.feedback(outputs)
 
 
 def training_time_test(
