@@ -223,6 +223,8 @@ class LlamaTargetSpec:
         if self.path is None:
             raise UserError("target.path is not set: give a checkpoint folder, a hub id or a GGUF file")
         if self.path.endswith(".gguf"):
+            if not Path(self.path).is_file():
+                raise UserError(f"target.path={self.path!r}: no such file")
             folder, digest = weights.converted_gguf(Path(self.path), self.sha256, Path(self.cache))
             return Located(folder, self.path, digest)
         if Path(self.path).is_dir():
