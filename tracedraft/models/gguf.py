@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tracedraft.errors import UserError
-from tracedraft.models.architectures import SUPPORTED
+from tracedraft.models.architectures import ROPES, SUPPORTED
 from tracedraft.models.decoder import rope_frequencies
 
 SHARD = 2**30  # bytes: what conversion holds in memory at a time
@@ -63,7 +63,7 @@ def _field(reader: Any, key: str) -> Any:
 
 
 def _scaling(reader: Any, arch: str, config: Any, gguf: Path) -> dict[str, Any]:
-    """What ``rope_parameters`` lacks; a scaling by name is checked where any folder's config is."""
+    """What ``rope_parameters`` lacks."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
@@ -77,6 +77,8 @@ def _scaling(reader: Any, arch: str, config: Any, gguf: Path) -> dict[str, Any]:
     kind = _field(reader, f"{arch}.rope.scaling.type")
     if kind in (None, "none"):
         return {}
+    if kind != "linear":
+        raise UserError(f"{gguf}: rope scaling {kind!r} is not supported ({', '.join(ROPES)})")
     return {"rope_type": kind, "factor": _field(reader, f"{arch}.rope.scaling.factor")}
 
 
