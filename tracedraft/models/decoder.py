@@ -1,5 +1,7 @@
 """A lean decoder of the Llama family: RMSNorm, rotary grouped-query attention, SwiGLU.
 
+Qwen2 adds biases to queries, keys and values, Qwen3 a norm of each query and key head.
+
 Used by the target and, block by block, by drafts. Shapes: ``B`` batch, ``T`` tokens of a pass, ``S`` cache
 capacity, ``G`` query heads per key/value head, ``E`` head dimension; others as in ``tracedraft.types``.
 """
@@ -16,6 +18,16 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DecoderConfig:
+    """Shape of a decoder.
+
+    Attributes:
+        rope_scaling: as in a ``config.json``, with ``rope_type`` "llama3" or "linear"; None: the plain frequencies.
+        tied: the output head is the token embedding.
+        context: most tokens that the model was made for.
+        window: most tokens of context for which all layers attend to everything, where some have a sliding window.
+        qkv_bias, o_bias, qk_norm: what the target's attention adds to Llama's. A draft's layer goes without.
+    """
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -28,16 +40,25 @@ class DecoderConfig:
     rope_scaling: dict | None
     tied: bool
     context: int
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
-    """Inverse frequencies [E/2] in fp32; ``scaling`` of type "llama3" stretches the long wavelengths.
+    """Inverse frequencies [E/2] in fp32.
+
+    Args:
+        scaling: type "linear" stretches every wavelength by ``factor``, "llama3" only the long ones.
 
     Source: Llama 3.1's published ``rope_scaling`` rule.
     """
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
         return inverse
+    if scaling.get("rope_type", scaling.get("type")) == "linear":  # older configs say "type"
+        return inverse / scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * inverse / (2 * torch.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -118,17 +139,31 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, input_size: int, config: DecoderConfig):
+    def __init__(
+        self,
+        input_size: int,
+        config: DecoderConfig,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+    ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(input_size, rows, bias=False)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = nn.Linear(input_size, rows, bias=qkv_bias)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=o_bias)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.eps)
+            self.k_norm = RMSNorm(config.head_dim, config.eps)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, heads, T, E] and keys, and values, [B, kv_heads, T, E], of x [B, T, in]."""
         mixed = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = mixed.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rope), rotate(k, rope), v
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -170,7 +205,8 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.eps)
-        self.self_attn = Attention(config.hidden_size, config)
+        extras = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "qk_norm": config.qk_norm}
+        self.self_attn = Attention(config.hidden_size, config, **extras)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: safetensors folders, and GGUF files converted once and cached."""
+"""Checkpoints on disk: folders of safetensors or torch files, and GGUF files converted once and cached."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import hashlib
 import json
 import pickle
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
-from tracedraft.models.decoder import DecoderConfig
+from tracedraft.models.decoder import Decoder, DecoderConfig
+from tracedraft.models.gguf import convert
 
 _CHOOSE = "choose another paths.cache"
 FUSED = {
@@ -25,53 +26,28 @@ FUSED = {
 }
 
 
-def read_decoder_config(folder: Path) -> DecoderConfig:
-    """The decoder's shape, from a transformers ``config.json``.
-
-    Raises:
-        UserError: no config, or an architecture other than Llama.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: no readable model config: {str(error).splitlines()[0]}") from error
-    if config.model_type != "llama":
-        raise UserError(f"{folder}: architecture {config.model_type!r} is not supported (supported: llama)")
-    rope = dict(config.rope_parameters)
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
-        raise UserError(f"{folder}: rope scaling {rope['rope_type']!r} is not supported (default, llama3)")
-    return DecoderConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        eps=config.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=rope if rope.get("rope_type") == "llama3" else None,
-        tied=config.tie_word_embeddings,
-        context=config.max_position_embeddings,
-    )
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, single or sharded, or else its ``pytorch_model.bin``.
+    """The weight files of a checkpoint: safetensors, else ``pytorch_model.bin``; sharded or single.
 
     Raises:
         UserError: none there, or a shard that the index names is missing.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    for whole, others in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model-*.bin")):
+        index = folder / f"{whole}.index.json"
+        if index.exists():
+            return _shards(index)
+        files = [folder / whole] if (folder / whole).exists() else sorted(folder.glob(others))
+        if files:
+            return files
+    raise UserError(f"{folder}: no *.safetensors file and no pytorch_model.bin")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model.bin"))
-    if not files:
-        raise UserError(f"{folder}: no *.safetensors file, and no pytorch_model.bin")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index}: no readable index of weight files ({error!r}); fetch it again") from error
+    files = [index.parent / name for name in names]
     for file in files:
         if not file.exists():
             raise UserError(f"{file}: named in {index.name} but missing")
@@ -80,25 +56,75 @@ def weight_files(folder: Path) -> list[Path]:
 
 def content_files(folder: Path) -> list[Path]:
     """All that decides what a checkpoint says: weights, config, tokenizer and chat template."""
-    return [*weight_files(folder), *sorted(folder.glob("*.json")), *sorted(folder.glob("*.jinja"))]
+    texts = [file for kind in ("*.json", "*.jinja", "tokenizer.model") for file in sorted(folder.glob(kind))]
+    return [*weight_files(folder), *texts]
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time.
+    """Every tensor of a checkpoint, one at a time; no more than one file is held.
 
     Raises:
-        UserError: a corrupt or truncated file, by name.
+        UserError: a corrupt or truncated file, by name, or one that holds more than tensors.
     """
     for file in weight_files(folder):
-        if file.suffix == ".bin":
-            yield from _pickled(file).items()
+        yield from _pickled(file) if file.suffix == ".bin" else _safetensors(file)
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        # mapped, where its format allows: a model of a single file would else be there twice
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        entries = list(state.items())
+    except (RuntimeError, EOFError, ValueError, AttributeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{file}: corrupt or truncated weight file, or one with more than tensors in it, which is not run "
+            f"({reason}); fetch it again, or as safetensors"
+        ) from error
+    for name, tensor in entries:
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{file}: {name!r} is no tensor: a state dict is expected")
+        yield name, tensor
+
+
+def load_decoder(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: str | torch.device) -> Decoder:
+    """A frozen decoder whose parameters are made once, in their final dtype and place, and filled file by file.
+
+    Each tensor goes into its rows of the fused parameters, so that no second copy of the model comes to be.
+
+    Raises:
+        UserError: missing, unexpected or mis-shaped tensors, by name, or what ``tensors`` raises.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    tied = {"lm_head.weight"} if config.tied else set()
+    shapes = {name: meta.shape for name, meta in model.state_dict().items() if name not in tied}
+    state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    slots = unfused(state, config)
+    for full, tensor in tensors(folder):
+        name = full.removeprefix("model.")
+        if name in tied or name.endswith("rotary_emb.inv_freq"):
             continue
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
+        if name not in slots:
+            raise UserError(f"{folder}: unexpected tensor {name!r}")
+        slot = slots.pop(name)
+        if slot.shape != tensor.shape:
+            raise UserError(f"{folder}: tensor {name!r} is {tuple(tensor.shape)}, expected {tuple(slot.shape)}")
+        slot.copy_(tensor)
+    for name in sorted(slots):
+        raise UserError(f"{folder}: tensor {name!r} is missing")
+    state |= dict.fromkeys(tied, state["embed_tokens.weight"])
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -110,7 +136,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {}
     for file in weight_files(folder):
         if file.suffix == ".bin":
-            found |= {name: tuple(tensor.shape) for name, tensor in _pickled(file).items()}
+            found |= {name: tuple(tensor.shape) for name, tensor in _pickled(file)}
             continue
         try:
             with safe_open(file, framework="pt") as opened:
@@ -118,18 +144,6 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except SafetensorError as error:
             raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
     return found
-
-
-def _pickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a torch file, mapped rather than read, and nothing that a pickle could run."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: corrupt, or more than tensors ({reason}); fetch it again, or convert it") from error
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError(f"{file}: not a state dict of tensors; convert it to safetensors")
-    return state
 
 
 def fuse(state: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
@@ -150,21 +164,26 @@ def fuse(state: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
     return fused
 
 
-def split_fused(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Undo ``fuse``: the names and shapes that published checkpoints use."""
+def unfused(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """The names and shapes that published checkpoints use, as views of the fused tensors."""
     rows = {
         "qkv_proj": [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)],
         "gate_up_proj": [config.intermediate_size] * 2,
     }
-    plain = {}
+    views = {}
     for name, tensor in state.items():
         joined = next((j for j in FUSED if f".{j}." in name), None)
         if joined is None:
-            plain[name] = tensor
+            views[name] = tensor
         else:
             for part, piece in zip(FUSED[joined], tensor.split(rows[joined]), strict=True):
-                plain[name.replace(joined, part)] = piece.clone()
-    return plain
+                views[name.replace(joined, part)] = piece
+    return views
+
+
+def split_fused(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Undo ``fuse``, with memory of its own for each tensor, as safetensors wants it."""
+    return {name: tensor.clone() for name, tensor in unfused(state, config).items()}
 
 
 def load_module(module: torch.nn.Module, state: dict[str, Tensor], where: Path) -> None:
@@ -200,8 +219,8 @@ def sha256_of(files: list[Path], cache: Path) -> str:
     return digest.hexdigest()
 
 
-def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
-    """Folder with the GGUF's config, tokenizer, chat template and fp32 safetensors, made on first use.
+def converted_gguf(gguf: Path, sha256: str | None, cache: Path) -> tuple[Path, str]:
+    """Folder with the GGUF's config, tokenizer, chat template and fp32 safetensors, made on first use; its sha256.
 
     De-quantising takes about 15 seconds for 135M parameters, reading the result back under one.
 
@@ -212,23 +231,9 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
         raise UserError(f"{gguf} is missing; reinstall its package")
     with gguf.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != sha256:
+    if sha256 is not None and found != sha256:
         raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
-    folder = cache / "gguf" / sha256[:16]
+    folder = cache / "gguf" / found[:16]
     if not folder.is_dir():
-        write_atomically(folder, lambda path: _convert_gguf(gguf, path), _CHOOSE)
-    return folder
-
-
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    folder.mkdir()
-    config = LlamaConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    with torch.device("meta"):
-        names = LlamaForCausalLM(config)
-    state = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=names)["tensors"]
-    config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+        write_atomically(folder, lambda path: convert(gguf, path), _CHOOSE)
+    return folder, found
