@@ -106,7 +106,7 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    assert all(f"  {command} " in out for command in ("run", "train", "prepare"))
+    assert all(f"  {command} " in out for command in ("run", "train", "eval-draft", "bench", "prepare"))
     assert tell(cli.main) == (2, "", out)
 
 

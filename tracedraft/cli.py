@@ -23,6 +23,8 @@ USAGE = """usage: tracedraft COMMAND [overrides]
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
+  bench       speed of plain decoding beside transformers, of speculation beside plain decoding, and what learning
+              costs: tracedraft bench repetitions=4
   prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
@@ -34,7 +36,7 @@ class OneLine(CompactHydraException):
 
 def main() -> None:
     """The console script."""
-    commands = {"run": run, "train": train, "eval-draft": eval_draft, "prepare": prepare}
+    commands = {"run": run, "train": train, "eval-draft": eval_draft, "bench": bench, "prepare": prepare}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
         print(USAGE, file=sys.stdout if helped else sys.stderr)
@@ -93,6 +95,19 @@ def eval_draft(cfg: DictConfig) -> None:
     from tracedraft.evaluate import evaluate_draft
 
     _plainly(lambda: evaluate_draft(cfg, Path(HydraConfig.get().runtime.output_dir)))
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="bench")
+def bench(cfg: DictConfig) -> None:
+    """Speed side by side: transformers, plain decoding, speculation, and each learner."""
+    _quiet()
+    from tracedraft.benchmark import benchmark, text
+
+    def measured() -> None:
+        result, file = benchmark(cfg, Path(HydraConfig.get().runtime.output_dir))
+        print(f"{text(result)}\nrecord: {file}")
+
+    _plainly(measured)
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")

@@ -208,10 +208,11 @@ def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: Ch
         target.commit(len(piece))
         chosen += choose(passed.logits[: len(piece)], sampling, len(prompt) + start + 1).tolist()
     differ = [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
-    return [_mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
+    return [mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
 
 
-def _mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+def mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+    """Where a response says ``said`` after ``prefix`` and the target its ``own``: both scored exactly."""
     logits = target.exact_logits(prefix)
     scale = float(logits.abs().max()) / (sampling.temperature or 1.0)
     gap = score_gap(logits, sampling, len(prefix), said)

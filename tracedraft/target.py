@@ -121,11 +121,16 @@ class LlamaTarget(Target):
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded target with its tokenizer, and where its weights come from."""
+    """A loaded target with its tokenizer, and where its weights come from.
+
+    Attributes:
+        folder: the same weights as a checkpoint that transformers reads too; None for weights that lie nowhere.
+    """
 
     target: LlamaTarget
     tokenizer: Any
     provenance: dict[str, str | None]
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class LlamaTargetSpec:
         context = min(self.context or config.context, config.context)
         served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
         digest = self.sha256 if self.wheel else weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision}, folder)
 
     def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
         with torch.device("meta"):
