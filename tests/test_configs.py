@@ -111,6 +111,23 @@ def test_export_composes_with_the_run_s_own_options():
         assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
 
 
+def test_bench_composes_with_the_run_s_own_options():
+    """But for how much of them it takes."""
+    cfg, run = composed(name="bench"), composed()
+    assert plain(build_spec(cfg.target, "target")) == plain(build_spec(run.target, "target"))
+    assert plain(build_spec(cfg.draft, "draft")) == plain(build_spec(run.draft, "draft"))
+    less = {"max_new_tokens": cfg.decode.max_new_tokens}
+    assert plain(build_spec(cfg.decode, "decode")) == plain(build_spec(run.decode, "decode")) | less
+    for name, node in cfg.adapters.items():
+        own = composed(f"adapter={name}").adapter
+        assert plain(build_spec(node, "adapter")) == plain(build_spec(own, "adapter"))
+    for key in ("workload", "stand_in"):
+        own = composed(
+            f"workload={cfg[key].name}", f"workload.limit={cfg[key].limit}", "workload.max_turns=1"
+        ).workload
+        assert plain(build_spec(cfg[key], key)) == plain(build_spec(own, key))
+
+
 def test_training_composes_with_every_target_and_its_output_follows():
     for target in (option for group, option in OPTIONS if group == "target"):
         cfg = composed(f"target={target}", "paths.runs=some/runs", name="train")

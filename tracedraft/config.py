@@ -90,6 +90,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plain": (lambda v: type(v) is bool, "true or false"),
     "keep_learner": (lambda v: type(v) is bool, "true or false"),
     "threads": (lambda v: v is None or (type(v) is int and v > 0), "1 or more, or null for all"),
+    "repetitions": (lambda v: type(v) is int and v >= 1, "1 or more"),
     "temperatures": (lambda v: type(v) is list and bool(v) and all(map(_is_number, v)), "one or more, as [0,0.7]"),
     "wandb.mode": (lambda v: v in WANDB_MODES, f"one of {', '.join(WANDB_MODES)}"),
     "wandb.tags": (lambda v: type(v) is list, "a list, as [a,b]"),

@@ -203,7 +203,7 @@ def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: Ch
     for passed in forced(target, prompt, tokens, spec):
         chosen += choose(passed.logits, sampling, len(prompt) + len(chosen)).tolist()
     differ = [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
-    return [_mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
+    return [mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
 
 
 def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec) -> Iterator[TargetPass]:
@@ -217,7 +217,8 @@ def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: C
             target.commit(len(piece))
 
 
-def _mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+def mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+    """Where a response says ``said`` after ``prefix`` and the target its ``own``: both scored exactly."""
     logits = target.exact_logits(prefix)
     scale = float(logits.abs().max()) / (sampling.temperature or 1.0)
     gap = score_gap(logits, sampling, len(prefix), said)

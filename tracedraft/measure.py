@@ -86,10 +86,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
-    recordings = Path(cfg.paths.recordings) if cfg.measure == "acceptance" else None
-    same = json.dumps([plain(specs["draft"]), draft["sha256"], plain(specs["decode"])])
-    replays = _REPLAYS.setdefault(same, {})
-    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, recordings, replays)
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, **recorded(cfg, draft))
     check_cache(bench, [arm.draft for arm in arms], conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
     settings = {key: cfg[key] for key in ("seed", "plain", "measure")}
@@ -140,6 +137,15 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
         )
     learner = {"drift": done[-1]["drift"] if done else {}, "anchor_lambda": adapter.anchor_lambda()}
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
+
+
+def recorded(cfg: DictConfig, draft: dict[str, str | None]) -> dict[str, Any]:
+    """Where ``measure=acceptance`` keeps the target's part, and the fixed arm's responses known so far."""
+    if cfg.measure != "acceptance":
+        return {}
+    groups = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("target", "draft", "decode")}
+    known = _REPLAYS.setdefault(json.dumps([groups, draft["sha256"]], sort_keys=True), {})
+    return {"recordings": Path(cfg.paths.recordings), "replays": known}
 
 
 def check_replayable(cfg: DictConfig) -> None:

@@ -57,8 +57,13 @@ def result_table(rows: list[dict[str, Any]]) -> Table:
 
 def result_markdown(rows: list[dict[str, Any]]) -> str:
     """The same table in GitHub Markdown, ending in a newline."""
-    header, *body = [[cell.replace("|", "\\|") for cell in cells] for cells in _cells(rows)]
-    rule = ["---" if title in _NAMES else "---:" for title in header]
+    return markdown(_cells(rows), _NAMES)
+
+
+def markdown(lines: list[list[str]], names: tuple[str, ...]) -> str:
+    """A table in GitHub Markdown, its titles first; columns of numbers, all but ``names``, lean to the right."""
+    header, *body = [[cell.replace("|", "\\|") for cell in cells] for cells in lines]
+    rule = ["---" if title in names else "---:" for title in header]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, rule, *body])
 
 

