@@ -31,6 +31,7 @@ BASE = TraceSpec(
     beta1=0.9,
     beta2=0.999,
     eps=1e-8,
+    skip=0.0,
     steps=1,
     train=Trained.both,
     temperature=1.0,

@@ -61,6 +61,7 @@ def check(spec: Any) -> None:
         ("beta1", 0 <= spec.beta1 < 1, "in [0, 1)"),
         ("beta2", 0 <= spec.beta2 < 1, "in [0, 1)"),
         ("eps", spec.eps > 0, "above 0"),
+        ("skip", 0 <= spec.skip <= 0.01, "0 (none) to 0.01; more is no longer the gradient"),
         ("steps", spec.steps >= 1, "at least 1"),
         ("temperature", 0 < spec.temperature < math.inf, "above 0"),
         ("min_positions", spec.min_positions >= 1, "at least 1"),

@@ -79,9 +79,9 @@ class Master:
         self.reach = self.initial_norm  # a bound on ‖W‖, and so on each entry: ‖W₀‖ and the length of all steps
         self.path = 0.0
 
-    def prepare(self, gradient: Factors, norm: float, scale: float, count: int) -> None:
+    def prepare(self, gradient: Factors, scale: float, count: int) -> None:
         """Measure one step; see ``Form.prepare``."""
-        self._gradient, self._size = gradient, self._rule.lr * scale
+        self._gradient, self._size, norm = gradient, self._rule.lr * scale, gradient.norm
         if self._rule.adam:
             self._size, norm = self._adam(gradient, scale, count)
         self.path += self._size * norm
@@ -109,18 +109,26 @@ class Master:
     def write(self, keep: float) -> None:
         """Pull, step and publish; see ``Form.write``."""
         old, new = self.weights.advance()
-        left, right = self._gradient.left, self._gradient.right.to(self._gradient.left.dtype)
-        for start in range(0, len(new), BLOCK):
-            rows = slice(start, start + BLOCK)
-            block = new[rows]
-            if new is not old:
-                block.copy_(old[rows])
-            if keep < 1:
-                # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
-                block.lerp_(self.initial[rows].float(), 1 - keep)
-            direction = (left[:, rows].t() @ right).float() if self._step is None else self._step[rows]
-            block.sub_(direction, alpha=self._size)
-            self.published[rows].copy_(block)
+        if new is not old:
+            new.copy_(old)
+        if keep < 1:
+            self._pull(new, keep)
+        left, right, rows = self._gradient.left, self._gradient.right, self._gradient.rows
+        right = right.to(left.dtype)
+        if rows is not None:
+            moved = new.index_select(0, rows).sub_((left.t() @ right).float(), alpha=self._size)
+            new.index_copy_(0, rows, moved)
+            self.published.index_copy_(0, rows, moved.to(self.published.dtype))
+            return
+        for some in _blocks(new):
+            direction = (left[:, some].t() @ right).float() if self._step is None else self._step[some]
+            self.published[some].copy_(new[some].sub_(direction, alpha=self._size))
+
+    def _pull(self, weights: Tensor, keep: float) -> None:
+        """W ← W₀ + keep·(W - W₀), published."""
+        for some in _blocks(weights):
+            # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
+            self.published[some].copy_(weights[some].lerp_(self.initial[some].float(), 1 - keep))
 
     def settle(self, keep: bool) -> None:
         """End a transaction: the candidate becomes live, or it is dropped."""
@@ -158,6 +166,10 @@ class Master:
     def distance(self) -> float:
         """‖W - W₀‖ / ‖W₀‖ of the masters."""
         return _norm(self.weights.live - self.initial) / self.initial_norm if self.initial_norm else math.inf
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK) for start in range(0, len(x), BLOCK)]
 
 
 def _norm(x: Tensor) -> float:

@@ -44,6 +44,8 @@ class TraceSpec(InnerAdapterSpec):
         window: positions kept of a response.
         prompt_positions: positions kept of a prompt, a uniform sample.
         optimizer, lr, beta1, beta2, eps: the step; the betas and eps are Adam's.
+        skip: SGD only: share of the squared gradient that rows of the head left out of a step may hold together;
+            0: none is left out.
         steps: training steps an update.
         train: the tensors that change.
         temperature: T of the loss T²·KL.
@@ -73,6 +75,7 @@ class TraceSpec(InnerAdapterSpec):
     beta1: float
     beta2: float
     eps: float
+    skip: float
     steps: int
     train: Trained
     temperature: float
@@ -116,8 +119,8 @@ class TraceAdapter(InnerAdapter):
         self.head = head
         rule = Rule(spec.optimizer is Optimizer.adam, spec.lr, spec.beta1, spec.beta2, spec.eps)
         trained = {Trained.norm: {"norm"}, Trained.head: {"weight"}, Trained.both: {"norm", "weight"}}[spec.train]
-        # What is known before a step is written can't be wrong about one step alone.
-        self.form = Dense(head, trained, rule, spec.temperature, in_place=spec.steps == 1 and not spec.guard)
+        # One step without a guard is judged before it is written, so it can be written in place.
+        self.form = Dense(head, trained, rule, spec.temperature, spec.skip, spec.steps == 1 and not spec.guard)
         self.windows: dict[str, Window] = {}
         if spec.source is not Supervision.response:
             self.windows["prompt"] = Window(head, spec.prompt_positions, False, spec.temperature)
@@ -254,8 +257,7 @@ class TraceAdapter(InnerAdapter):
             if not math.isfinite(loss):
                 trial.reason = "non-finite loss"
                 return trial
-            norms = {key: gradient.norm() for key, gradient in gradients.items()}
-            total = math.hypot(*norms.values())
+            total = math.hypot(*(gradient.norm for gradient in gradients.values()))
             if not math.isfinite(total):
                 trial.reason = "non-finite gradient"
                 return trial
@@ -263,7 +265,7 @@ class TraceAdapter(InnerAdapter):
                 trial.loss, trial.grad_norm = loss, total
             scale = min(1.0, spec.clip / total) if spec.clip and total else 1.0
             trial.count += 1
-            form.prepare(gradients, norms, scale, trial.count)
+            form.prepare(gradients, scale, trial.count)
             if not form.finite():
                 trial.reason = "non-finite weights"
                 return trial
