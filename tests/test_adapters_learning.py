@@ -30,7 +30,7 @@ def test_gradient_equals_autograd(dtype, temperature):
     expected.backward()
 
     exact = dataclasses.replace(head, norm=head.norm.float(), weight=head.weight.float())
-    batch = Batch(Rows(features, p, negentropy(p)), c)
+    batch = Batch(Rows(features, p, negentropy(p), torch.arange(len(p))), c)
     loss, gradients = make(exact, temperature=temperature).form.gradients(batch)
     # Both sides are fp32 with sums of at most 24 terms of order 1: a few units of 1e-7 each.
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -200,7 +200,7 @@ def test_kl_gradient_is_zero_at_the_teacher():
     head, g = make_head(), torch.Generator().manual_seed(2)
     features = torch.randn(5, H, generator=g)
     p = head.logits(features).softmax(-1)
-    rows = Rows(features, p, negentropy(p))
+    rows = Rows(features, p, negentropy(p), torch.arange(len(p)))
     batch = Batch(rows, torch.full((5,), 0.2))
     loss, residual, _, _ = kl_gradient(batch, head.norm, head.eps, 1.0, lambda x: x @ head.weight.t())
     assert abs(loss) < 1e-6  # differences of fp32 sums of order 3

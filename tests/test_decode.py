@@ -106,13 +106,14 @@ def test_greedy_output_is_the_targets_own(golden_target, golden_draft, kind, yam
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
         draft = lens(golden_target) if kind == "lens" else golden_draft(kind)
-        before = draft.head.weight.clone()
+        probe = draft.head.norm.new_ones(1, len(draft.head.norm))
+        before = draft.head.logits(probe)
         adapter = adapter_spec(yaml.stem).build(draft.head, 0)
         adapter.begin_conversation()
         made = respond_with(golden_target, draft, adapter, case["prompt"], max_new_tokens=60)
         assert made.tokens == case["hf_greedy"][:60] == plain_greedy(golden_target, case["prompt"], 60)
         committed = sum(update.committed for update in made.updates)
-        assert torch.equal(draft.head.weight, before) == (committed == 0)
+        assert torch.equal(draft.head.logits(probe), before) == (committed == 0)
         if yaml.stem == "fixed":
             assert made.updates == []
         else:
@@ -304,6 +305,16 @@ def test_an_update_changes_norm_and_head_and_nothing_else(golden_target, golden_
         assert changed(before, after) == {"draft.norm.weight", "draft.lm_head.weight"}
 
 
+def test_an_update_of_the_low_rank_form_changes_no_tensor_at_all(golden_target, golden_draft):
+    draft = golden_draft("eagle3_e2e")
+    adapter = adapter_spec("reset_lowrank").build(draft.head, 0)
+    around = updates_of(adapter, lambda: everything(golden_target, draft))
+    respond_with(golden_target, draft, adapter)
+    assert len(around) >= 2
+    assert all(changed(before, after) == set() for before, after in around)
+    assert draft.head.low_rank is not None
+
+
 # Contract 5: repeatable
 
 
@@ -320,8 +331,9 @@ def without_seconds(record: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("fixed", 0.7), ("reset", 0.0), ("reset", 0.7), ("persistent", 0.7), ("reset_published", 0.0)],
-)
+    [("fixed", 0.7), ("reset", 0.0), ("reset", 0.7), ("persistent", 0.7), ("reset_published", 0.0),
+     ("reset_lowrank", 0.7)],
+)  # fmt: skip
 def test_same_seed_same_record_whatever_ran_before(name, temperature):
     served = tiny("bfloat16")
     spec = chain(max_new_tokens=16, temperature=temperature)

@@ -28,18 +28,27 @@ ROUNDED = 512  # and steps that leave out rows of the head a multiple of this ma
 
 @dataclass(frozen=True)
 class Rows:
-    """Supervised positions: features [n, H], teacher's probabilities [n, D], Σ p log p [n]; all fp32."""
+    """Supervised positions: features [n, H], teacher's probabilities [n, D], Σ p log p [n], all fp32; ids [n] int64,
+    by which a position is known at later updates."""
 
     features: Tensor
     teacher: Tensor
     negentropy: Tensor
+    ids: Tensor
 
     def __len__(self) -> int:
         return self.features.shape[0]
 
     def take(self, index: Tensor) -> Rows:
         """The positions ``index`` [m]."""
-        return Rows(*(x.index_select(0, index) for x in (self.features, self.teacher, self.negentropy)))
+        return Rows(*(x.index_select(0, index) for x in self._parts()))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.features, self.teacher, self.negentropy, self.ids
+
+    @staticmethod
+    def cat(pieces: list[Rows]) -> Rows:
+        return Rows(*(torch.cat(parts) for parts in zip(*(rows._parts() for rows in pieces), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,7 @@ def weighted(sources: dict[str, tuple[Rows, float]]) -> Batch:
     weights = [rows.features.new_full((len(rows),), weight / total / len(rows)) for rows, weight in present]
     if len(present) == 1:
         return Batch(present[0][0], weights[0])
-    parts = zip(*((r.features, r.teacher, r.negentropy) for r, _ in present), strict=True)
-    return Batch(Rows(*(torch.cat(part) for part in parts)), torch.cat(weights))
+    return Batch(Rows.cat([rows for rows, _ in present]), torch.cat(weights))
 
 
 def kl_gradient(

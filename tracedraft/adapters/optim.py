@@ -74,7 +74,7 @@ class Master:
         self.moments = [Double(torch.zeros_like(self.weights.live)) for _ in range(2 if rule.adam else 0)]
         self._step = torch.empty_like(self.weights.live) if rule.adam else None
         self._rule = rule
-        self._moved = False
+        self.moved = False
         self.initial_norm = _norm(self.weights.live)
         self.reach = self.initial_norm  # a bound on ‖W‖, and so on each entry: ‖W₀‖ and the length of all steps
         self.path = 0.0
@@ -124,8 +124,12 @@ class Master:
             direction = (left[:, some].t() @ right).float() if self._step is None else self._step[some]
             self.published[some].copy_(new[some].sub_(direction, alpha=self._size))
 
+    def pull(self, keep: float) -> None:
+        """W ← W₀ + keep·(W - W₀), in place and for good."""
+        self._pull(self.weights.live, keep)
+
     def _pull(self, weights: Tensor, keep: float) -> None:
-        """W ← W₀ + keep·(W - W₀), published."""
+        """As ``pull``, and published."""
         for some in _blocks(weights):
             # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
             self.published[some].copy_(weights[some].lerp_(self.initial[some].float(), 1 - keep))
@@ -138,29 +142,29 @@ class Master:
             self.published.copy_(self.weights.live)
         if keep:
             self.reach += self.path
-            self._moved = True
+            self.moved = True
         self.path = 0.0
 
     def restore(self) -> None:
         """Back to the initial weights and moments; free where nothing was ever committed."""
-        if not self._moved:
+        if not self.moved:
             return
         self.weights.live.copy_(self.initial)
         self.published.copy_(self.initial)
         for moment in self.moments:
             moment.live.zero_()
         self.reach = self.initial_norm
-        self._moved = False
+        self.moved = False
 
     def state(self) -> dict[str, Any]:
         moments = [m.live for m in self.moments]
-        return {"weights": self.weights.live, "moments": moments, "moved": self._moved, "reach": self.reach}
+        return {"weights": self.weights.live, "moments": moments, "moved": self.moved, "reach": self.reach}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.weights.live.copy_(state["weights"])
         for moment, kept in zip(self.moments, state["moments"], strict=True):
             moment.live.copy_(kept)
-        self._moved, self.reach = state["moved"], state["reach"]
+        self.moved, self.reach = state["moved"], state["reach"]
         self.published.copy_(self.weights.live)
 
     def distance(self) -> float:
