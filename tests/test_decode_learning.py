@@ -83,6 +83,16 @@ def test_an_update_changes_norm_and_head_and_nothing_else(golden_target, golden_
         assert changed(before, after) == {"draft.norm.weight", "draft.lm_head.weight"}
 
 
+def test_an_update_of_the_low_rank_form_changes_no_tensor_at_all(golden_target, golden_draft):
+    draft = golden_draft("eagle3_e2e")
+    adapter = adapter_spec("reset_lowrank").build(draft.head, 0)
+    around = updates_of(adapter, lambda: everything(golden_target, draft))
+    respond_with(golden_target, draft, adapter)
+    assert len(around) >= 2
+    assert all(changed(before, after) == set() for before, after in around)
+    assert draft.head.low_rank is not None
+
+
 # Contract 5: repeatable
 
 
@@ -95,8 +105,9 @@ def without_seconds(record: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("fixed", 0.7), ("reset", 0.0), ("reset", 0.7), ("persistent", 0.7), ("reset_published", 0.0)],
-)
+    [("fixed", 0.7), ("reset", 0.0), ("reset", 0.7), ("persistent", 0.7), ("reset_published", 0.0),
+     ("reset_lowrank", 0.7)],
+)  # fmt: skip
 def test_same_seed_same_record_whatever_ran_before(name, temperature):
     served = tiny("bfloat16")
     spec = chain(max_new_tokens=16, temperature=temperature)

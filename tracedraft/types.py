@@ -109,17 +109,27 @@ class OutputHead:
         weight: [D, H] prediction head.
         eps: RMSNorm epsilon.
         vocab: [D] int64, target id of each draft id, ascending.
+        low_rank: left [n, D] and right [n, H] in the weight's dtype: the head is weight + leftᵀ·right.
     """
 
     norm: Tensor
     weight: Tensor
     eps: float
     vocab: Tensor
+    low_rank: tuple[Tensor, Tensor] | None = None
 
     def logits(self, features: Tensor) -> Tensor:
         """Draft logits [n, D] of pre-norm features [n, H], at the head's own precision."""
         normed = torch.nn.functional.rms_norm(features, self.norm.shape, self.norm, self.eps)
-        return torch.nn.functional.linear(normed, self.weight)
+        return self.project(normed)
+
+    def project(self, normed: Tensor) -> Tensor:
+        """The head alone: [n, H] → [n, D]."""
+        logits = torch.nn.functional.linear(normed, self.weight)
+        if self.low_rank is None:
+            return logits
+        left, right = self.low_rank
+        return logits.addmm_(normed @ right.t(), left)
 
 
 @dataclass(frozen=True)
