@@ -17,7 +17,7 @@ from rich.table import Table
 from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, fingerprint, plain
-from tracedraft.decode import ChainSpec, respond
+from tracedraft.decode import DecodeSpec, respond
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
@@ -63,7 +63,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
                 answers += answer(bench, draft, conversation)
                 bar.advance(task)
             rows.append(summary(bench.decode, draft, answers))
-        cost = step_cost(draft, specs["decode"].chain_length, meter)
+        cost = step_cost(draft, specs["decode"].depth, meter)
     contents = {"target": served.provenance["sha256"], "draft": origin["sha256"], "workload": data["sha256"]}
     result = {
         **{group: specs[group].name for group in GROUPS},
@@ -80,7 +80,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RESULT, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
-    show(table(result, specs["decode"].chain_length))
+    show(table(result, specs["decode"].depth))
     return result
 
 
@@ -100,7 +100,7 @@ def answer(bench: Bench, draft: Draft, conversation: Conversation) -> list[Respo
     return answers
 
 
-def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
+def summary(decode: DecodeSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
     """Ratios of summed counts; None where nothing was counted."""
     numbers, _ = summarise_arm([dataclasses.asdict(answer) for answer in answers])
     kept = ("tokens", "rounds", "accepted", "tau", "acceptance_by_depth", "repeated_8gram_share")
@@ -116,7 +116,7 @@ def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[st
 
 
 def step_cost(draft: Draft, chain_length: int, meter: Meter) -> float | None:
-    """Median milliseconds of one more drafted token, after the last response; None for a chain of one."""
+    """Median milliseconds of one more token of a chain, after the last response; None for a chain of one."""
     if chain_length == 1:
         return None
 
