@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
-from conftest import CPU, chain, golden_json, option, plain_greedy, recompute, tiny
+from conftest import CPU, chain, golden_json, option, plain_greedy, recompute, tiny, tree
 from torch import Tensor
 
 from tracedraft import measure
@@ -38,8 +38,8 @@ def adapter_spec(name: str, **changes):
     return build_spec(node, "adapter")
 
 
-def respond_with(target, draft, adapter, prompt=PROMPT, key=0, **changes) -> Response:
-    return respond(target, draft, adapter, prompt, chain(**changes), key, Meter(CPU))
+def respond_with(target, draft, adapter, prompt=PROMPT, key=0, shape=chain, **changes) -> Response:
+    return respond(target, draft, adapter, prompt, shape(**changes), key, Meter(CPU))
 
 
 def plain(target: LlamaTarget, prompt: list[int], spec) -> list[int]:
@@ -102,14 +102,15 @@ def updates_of(adapter: InnerAdapter, look: Callable[[], dict[str, Tensor]]) -> 
 
 @pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens"])
-def test_greedy_output_is_the_targets_own(golden_target, golden_draft, kind, yaml):
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, yaml):
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
         draft = lens(golden_target) if kind == "lens" else golden_draft(kind)
         before = draft.head.weight.clone()
         adapter = adapter_spec(yaml.stem).build(draft.head, 0)
         adapter.begin_conversation()
-        made = respond_with(golden_target, draft, adapter, case["prompt"], max_new_tokens=60)
+        made = respond_with(golden_target, draft, adapter, case["prompt"], shape=shape, max_new_tokens=60)
         assert made.tokens == case["hf_greedy"][:60] == plain_greedy(golden_target, case["prompt"], 60)
         committed = sum(update.committed for update in made.updates)
         assert torch.equal(draft.head.weight, before) == (committed == 0)
@@ -137,15 +138,14 @@ def test_bf16_output_is_the_targets_own_at_the_served_shapes(yaml, length):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, golden_draft, temperature):
-    """Common random numbers: arms are paired token by token."""
-    made = set()
+    """Common random numbers: arms are paired token by token, chains and trees too."""
+    made, sampling = set(), {"temperature": temperature, "top_p": 0.95}
     for draft in (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target)):
-        for yaml in YAMLS:
+        for yaml, shape in product(YAMLS, (chain, tree)):
             adapter = adapter_spec(yaml.stem).build(draft.head, 0)
-            answer = respond_with(golden_target, draft, adapter, key=99, temperature=temperature, top_p=0.95)
-            made.add(tuple(answer.tokens))
+            made.add(tuple(respond_with(golden_target, draft, adapter, key=99, shape=shape, **sampling).tokens))
     assert len(made) == 1
-    other = respond_with(golden_target, draft, FIXED.build(None, 0), key=98, temperature=temperature, top_p=0.95)
+    other = respond_with(golden_target, draft, FIXED.build(None, 0), key=98, **sampling)
     assert tuple(other.tokens) not in made
 
 
@@ -352,12 +352,16 @@ def test_same_seed_same_record_whatever_ran_before(name, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(golden_target, golden_draft, temperature):
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(
+    golden_target, golden_draft, shape, temperature
+):
     """Slot i holds (H_i, x_{i+1}); its teacher is z_{i+1}, and its features are what the draft makes of true
     features. Against full recomputation: float32 noise is 1e-5, a shift by one is off by several units."""
     adapter, draft = FIXED.build(None, 0), golden_draft("eagle3_e2e")
     evidence = evidence_of(adapter)
-    made = respond_with(golden_target, draft, adapter, key=1, temperature=temperature, max_new_tokens=50)
+    changes = {"temperature": temperature, "max_new_tokens": 50}
+    made = respond_with(golden_target, draft, adapter, key=1, shape=shape, **changes)
     text = PROMPT + made.tokens
     evidence = [piece for piece in evidence if piece[0] != "chain"]
     taps, _, logits = recompute(golden_target, text)

@@ -62,6 +62,12 @@ def test_a_chain_of_one_has_no_further_step(tmp_path):
     assert kept["draft_step_ms"] is None
 
 
+def test_a_tree_is_reported_by_depth_too(tmp_path):
+    eval_draft(tmp_path, "workload=sample_chat", "workload.limit=1", "decode=tree", "hydra.run.dir=out")
+    kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
+    assert [len(row["acceptance_by_depth"]) for row in kept["rows"]] == [5, 5]
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
