@@ -11,6 +11,7 @@ from conftest import CPU, GOLDEN, chain, chi_square, golden_json, recompute, tin
 from safetensors.torch import load_file
 from test_decode import FIXED, PROMPT, YAMLS, adapter_spec, evidence_of, lens, plain, respond_with
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracedraft.decode import audit, respond
 from tracedraft.errors import UserError
@@ -19,6 +20,8 @@ from tracedraft.meter import Meter
 from tracedraft.models.tree import grow, linked, top
 from tracedraft.types import Proposal, Response
 from tracedraft.verify import Sampling, choose, verify_tree
+
+aten = torch.ops.aten
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -123,7 +126,68 @@ def test_golden_trees(golden_draft, case, nodes, depth, top_k):
         draft.extend(golden["round2_new_features"], golden["round2_tokens"][-3:])
 
 
+class Ops(TorchDispatchMode):
+    """Counts what is asked of the device, and notes what waits for its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.waits = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        masks = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if masks or func.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal):
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_growing_reads_nothing_back_and_works_on_all_nodes_at_once(golden_draft):
+    draft, golden = golden_draft("eagle3_tiny"), load_file(GOLDEN / "eagle3_tree.safetensors")
+    draft.begin(128)
+    draft.extend(golden["round1_features"], golden["round1_tokens"][1:])
+    counts = set()
+    for nodes, top_k in ((2, 1), (12, 4), (60, 10)):
+        with Ops() as ops:
+            draft.propose_tree(nodes, 4, top_k)
+        assert ops.waits == []
+        counts.add(ops.count)
+    assert len(counts) == 1, "as many operations for 60 nodes as for 2"
+    with Ops() as ops:
+        bool(torch.ones(3)[torch.ones(3) > 0].nonzero().sum() > 1)
+    assert len(ops.waits) == 3, "the counter sees what waits"
+
+
 # Verification
+
+
+def test_a_pass_over_a_tree_is_a_pass_over_each_path(golden_target):
+    """Every row of random trees, the rejected ones too; then the pass after a path was committed. fp32 noise is 1e-5
+    at logits of size 10."""
+    prompt, width = PROMPT[:9], 24
+    for seed in range(6):
+        rng = torch.Generator().manual_seed(seed)
+        size = [24, 17, 2, 9, 24, 13][seed]
+        parents = [0] + [int(torch.randint(max(0, i - 4), i, (1,), generator=rng)) for i in range(1, size)]
+        tokens = torch.randint(golden_target.vocab_size, (size,), generator=rng)
+        golden_target.begin(64, width, 4)
+        golden_target.prefill(prompt)
+        passed = golden_target.verify(tokens, linked(torch.tensor(parents), size))
+        paths = [(), *paths_of(tokens[1:].tolist(), parents)]
+        for row, path in enumerate(paths):
+            parts = recompute(golden_target, [*prompt, int(tokens[0]), *path])
+            for got, expected in zip((passed.taps, passed.hidden, passed.logits), parts, strict=True):
+                torch.testing.assert_close(got[row], expected[-1], rtol=0, atol=1e-3)
+        at, rows = size - 1, [size - 1]
+        while at:
+            at = parents[at]
+            rows.insert(0, at)
+        golden_target.commit(len(rows), torch.tensor(rows))
+        text = [*prompt, int(tokens[0]), *paths[-1]]
+        assert golden_target.length == len(text)
+        after = golden_target.verify(torch.tensor([5, 6])).logits
+        torch.testing.assert_close(after, recompute(golden_target, [*text, 5, 6])[2][-2:], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
