@@ -87,18 +87,19 @@ def bench(overrides: Iterable[str]) -> tuple[Bench, list[tuple[torch.Tensor, tor
     cfg = composed(*overrides)
     specs = {group: build_spec(cfg[group], group) for group in ("target", "draft", "workload", "decode")}
     served = loaded(specs["target"])
-    best: tuple[int, Any, Any] = (0, None, None)
+    longest, best = 0, None
     for conversation in specs["workload"].load()[0]:
         prompt = chat.encode(served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
         made = Bench(served, lambda: specs["draft"].build(served.target)[0], specs["decode"], prompt,
                      noise_key(cfg.seed, conversation, 0))  # fmt: skip
         recorder = Recorder()
         size = len(made.answer(made.draft(), recorder).tokens)
-        if size > best[0]:
-            best = size, made, recorder.seen
+        if size > longest:
+            longest, best = size, (made, recorder.seen)
         if size == specs["decode"].max_new_tokens:
             break
-    return best[1], best[2]
+    assert best is not None, "the workload is empty"
+    return best
 
 
 def milliseconds(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

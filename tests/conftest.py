@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tracedraft.config import shipped_dir
-from tracedraft.decode import ChainSpec
+from tracedraft.decode import ChainSpec, TreeSpec
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.meter import Meter
 from tracedraft.models import architectures, eagle3, weights
@@ -32,6 +32,15 @@ from tracedraft.training import corpus as corpora
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
+SHORT = {
+    "max_new_tokens": 40,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "acceptance": "exact",
+    "prefill_chunk": 16,
+    "cache_bucket": 64,
+}
 
 
 # Tiny models are fastest on one thread, and threads that wait by spinning starve each other on a busy machine.
@@ -155,8 +164,11 @@ def tiny(dtype: str, seed: int = 0) -> Served:
 
 
 def chain(**changes) -> ChainSpec:
-    base = {"chain_length": 5, "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    return ChainSpec("chain", **(base | {"prefill_chunk": 16, "cache_bucket": 64, "acceptance": "exact"} | changes))
+    return ChainSpec(name="chain", **({"chain_length": 5} | SHORT | changes))
+
+
+def tree(**changes) -> TreeSpec:
+    return TreeSpec(name="tree", **({"tree_nodes": 24, "tree_depth": 5, "tree_top_k": 6} | SHORT | changes))
 
 
 def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:

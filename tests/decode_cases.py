@@ -27,8 +27,8 @@ def adapter_spec(name: str, **changes):
     return build_spec(node, "adapter")
 
 
-def respond_with(target, draft, adapter, prompt=PROMPT, key=0, **changes) -> Response:
-    return respond(target, draft, adapter, prompt, chain(**changes), key, Meter(CPU))
+def respond_with(target, draft, adapter, prompt=PROMPT, key=0, shape=chain, **changes) -> Response:
+    return respond(target, draft, adapter, prompt, shape(**changes), key, Meter(CPU))
 
 
 def lens(target: LlamaTarget, size: int = 100) -> Draft:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
-from conftest import CPU, chain, golden_json, plain_greedy, tiny
+from conftest import CPU, chain, golden_json, plain_greedy, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lens, respond_with
 
 from tracedraft.config import shipped_dir
@@ -50,7 +50,8 @@ def proposals_of(draft: Draft) -> list[list[int]]:
 
 @pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens"])
-def test_greedy_output_is_the_targets_own(golden_target, golden_draft, kind, yaml):
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, yaml):
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
         draft = lens(golden_target) if kind == "lens" else golden_draft(kind)
@@ -58,7 +59,7 @@ def test_greedy_output_is_the_targets_own(golden_target, golden_draft, kind, yam
         before = draft.head.logits(probe)
         adapter = adapter_spec(yaml.stem).build(draft.head, 0)
         adapter.begin_conversation()
-        made = respond_with(golden_target, draft, adapter, case["prompt"], max_new_tokens=60)
+        made = respond_with(golden_target, draft, adapter, case["prompt"], shape=shape, max_new_tokens=60)
         assert made.tokens == case["hf_greedy"][:60] == plain_greedy(golden_target, case["prompt"], 60)
         committed = sum(update.committed for update in made.updates)
         assert torch.equal(draft.head.logits(probe), before) == (committed == 0)
@@ -86,15 +87,14 @@ def test_bf16_output_is_the_targets_own_at_the_served_shapes(yaml, length):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, golden_draft, temperature):
-    """Common random numbers: arms are paired token by token."""
-    made = set()
+    """Common random numbers: arms are paired token by token, chains and trees too."""
+    made, sampling = set(), {"temperature": temperature, "top_p": 0.95}
     for draft in (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target)):
-        for yaml in YAMLS:
+        for yaml, shape in product(YAMLS, (chain, tree)):
             adapter = adapter_spec(yaml.stem).build(draft.head, 0)
-            answer = respond_with(golden_target, draft, adapter, key=99, temperature=temperature, top_p=0.95)
-            made.add(tuple(answer.tokens))
+            made.add(tuple(respond_with(golden_target, draft, adapter, key=99, shape=shape, **sampling).tokens))
     assert len(made) == 1
-    other = respond_with(golden_target, draft, FIXED.build(None, 0), key=98, temperature=temperature, top_p=0.95)
+    other = respond_with(golden_target, draft, FIXED.build(None, 0), key=98, **sampling)
     assert tuple(other.tokens) not in made
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import CPU, chain, recompute, tiny
+from conftest import CPU, chain, recompute, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, conversation, respond_with
 from torch import Tensor
 
@@ -138,12 +138,16 @@ def test_same_seed_same_record_whatever_ran_before(name, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(golden_target, golden_draft, temperature):
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(
+    golden_target, golden_draft, shape, temperature
+):
     """Slot i holds (H_i, x_{i+1}); its teacher is z_{i+1}, and its features are what the draft makes of true
     features. Against full recomputation: float32 noise is 1e-5, a shift by one is off by several units."""
     adapter, draft = FIXED.build(None, 0), golden_draft("eagle3_e2e")
     evidence = evidence_of(adapter)
-    made = respond_with(golden_target, draft, adapter, key=1, temperature=temperature, max_new_tokens=50)
+    changes = {"temperature": temperature, "max_new_tokens": 50}
+    made = respond_with(golden_target, draft, adapter, key=1, shape=shape, **changes)
     text = PROMPT + made.tokens
     evidence = [piece for piece in evidence if piece[0] != "chain"]
     taps, _, logits = recompute(golden_target, text)

@@ -77,6 +77,12 @@ def test_without_any_answer_there_is_a_result_and_a_reason(tmp_path):
     assert [(row["responses"], row["refused"], row["tau"]) for row in kept["rows"]] == [(0, 2, None)] * 2
 
 
+def test_a_tree_is_reported_by_depth_too(tmp_path):
+    eval_draft(tmp_path, "workload=sample_chat", "workload.limit=1", "decode=tree", "hydra.run.dir=out")
+    kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
+    assert [len(row["acceptance_by_depth"]) for row in kept["rows"]] == [5, 5]
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -26,6 +26,14 @@ def shipped_dir(name: str) -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
+def _per_device(cpu: Any, cuda: Any, *, _root_: DictConfig) -> Any:
+    return cpu if str(_root_.target.device).startswith("cpu") else cuda
+
+
+# ${per_device:A,B} in a YAML: A where the target is served on the CPU, else B.
+OmegaConf.register_new_resolver("per_device", _per_device, replace=True)
+
+
 def build_spec(node: DictConfig, key: str) -> Any:
     """Turn one config group into the frozen spec that its ``_target_`` names.
 

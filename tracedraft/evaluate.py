@@ -17,7 +17,7 @@ from rich.table import Table
 from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
-from tracedraft.decode import ChainSpec, respond
+from tracedraft.decode import DecodeSpec, respond
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, serve, warm_up
@@ -63,8 +63,8 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
                 bar.advance(task)
             rows.append({**summary(bench.decode, draft, answers), "refused": refused})
         why = None if any(row["responses"] for row in rows) else "every prompt is too long for target.context"
-        why = "decode.chain_length=1: there is no further step" if specs["decode"].chain_length == 1 else why
-        cost = None if why else step_cost(draft, specs["decode"].chain_length, meter)
+        why = "decode.chain_length=1: there is no further step" if specs["decode"].depth == 1 else why
+        cost = None if why else step_cost(draft, specs["decode"].depth, meter)
     contents = {"target": served.provenance["sha256"], "draft": origin["sha256"], "workload": data["sha256"]}
     result = {
         **{group: specs[group].name for group in GROUPS},
@@ -82,7 +82,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     }
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(folder / RESULT, lambda path: path.write_text(text), "choose another hydra.run.dir")
-    show(table(result, specs["decode"].chain_length))
+    show(table(result, specs["decode"].depth))
     return result
 
 
@@ -98,7 +98,7 @@ def answer(bench: Bench, draft: Draft, conversation: Conversation) -> tuple[list
     return answers, cut
 
 
-def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
+def summary(decode: DecodeSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
     """Ratios of summed counts; None where nothing was counted."""
     numbers, _ = summarise_arm([dataclasses.asdict(answer) for answer in answers])
     kept = ("tokens", "rounds", "accepted", "tau", "acceptance_by_depth", "repeated_8gram_share")

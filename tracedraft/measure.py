@@ -20,7 +20,7 @@ from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
-from tracedraft.decode import ChainSpec, audit, respond, respond_plainly
+from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
@@ -58,7 +58,7 @@ class Bench:
     """
 
     served: Served
-    decode: ChainSpec
+    decode: DecodeSpec
     seed: int
     meter: Meter
     plain: bool = False

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import architectures, weights
 from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
 from tracedraft.models.packing import pack
-from tracedraft.types import TargetPass, TargetShape
+from tracedraft.types import TargetPass, TargetShape, Tree
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -67,11 +68,15 @@ class LlamaTarget(Target):
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden[-1:]))
 
     @torch.inference_mode()
-    def verify(self, tokens: Tensor) -> TargetPass:
-        hidden, taps = self._pass(tokens, self.width)
+    def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
+        hidden, taps = self._pass(tokens, self.width, tree)
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden))
 
-    def commit(self, n: int) -> None:
+    @torch.inference_mode()
+    def commit(self, n: int, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            assert self.cache is not None
+            self.cache.move(self.length, rows)
         self.length += n
 
     def rewind(self, length: int) -> None:
@@ -109,11 +114,15 @@ class LlamaTarget(Target):
             x = exactly(layer)(x, at, cache.keys[0], cache.values[0], 0, mask)
         return exactly(self.model.lm_head)(exactly(self.model.norm)(x)[0, -1:])[0]
 
-    def _pass(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, tokens: Tensor, width: int, tree: Tree | None = None) -> tuple[Tensor, Tensor]:
+        size, branches = len(tokens), None
         padded = torch.zeros(1, width, dtype=torch.long, device=self.device)
-        padded[0, : len(tokens)] = tokens
-        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
-        return hidden[0, : len(tokens)], taps[0, : len(tokens)]
+        padded[0, :size] = tokens
+        if tree is not None:
+            pad = width - size
+            branches = F.pad(tree.depths, (0, pad)), F.pad(tree.ancestors, (0, pad, 0, pad))
+        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps, branches)
+        return hidden[0, :size], taps[0, :size]
 
     def check_memory(self, capacity: int, beside: int) -> None:
         """Raises UserError when caches of ``capacity`` rows do not fit into the free memory.

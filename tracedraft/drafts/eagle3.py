@@ -1,4 +1,4 @@
-"""EAGLE-3 as a chain: one true slot per committed token, then its own output fed back."""
+"""EAGLE-3 as a chain or a tree: one true slot per committed token, then its own output fed back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
-from tracedraft.models.decoder import KVCache, causal_mask, rope_table
+from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
 from tracedraft.models.eagle3_layouts import Reading
 from tracedraft.models.packing import pack
+from tracedraft.models.tree import grow
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
@@ -26,7 +27,7 @@ TRAINED = ("lm_head",)  # by inner adapters, in place
 
 
 class Eagle3Draft(Draft):
-    """Its KV cache keeps true slots only: rows that a chain writes are overwritten by the next true ones."""
+    """Its KV cache keeps true slots only: rows that a proposal writes are overwritten by the next true ones."""
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
         self.model, self.embedding = model, embedding
@@ -76,13 +77,39 @@ class Eagle3Draft(Draft):
         probabilities = torch.cat(shares) if shares else None
         return Proposal(torch.cat(drafted), probabilities, self.head.vocab, torch.cat(outputs))
 
-    def _slots(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
-        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
+    @torch.inference_mode()
+    def propose_tree(self, nodes: int, depth: int, top_k: int) -> Proposal:
+        outputs, sees = [self.last], torch.zeros(1, 0, dtype=torch.bool, device=self.last.device)
+
+        def expand(ids: Tensor, origin: Tensor) -> Tensor:
+            nonlocal sees
+            own = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
+            start = self.length + sees.shape[1]
+            sees = torch.cat((sees[origin], own), dim=1)
+            position = self.length + len(outputs) - 1
+            tokens = self.head.vocab[ids]
+            outputs.append(self._slots(outputs[-1][origin], tokens, start, (position, sees)))
+            return self.head.logits(outputs[-1])
+
+        ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k)
+        return Proposal(self.head.vocab[ids], features=torch.cat(outputs)[source], tree=tree)
+
+    def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: tuple[int, Tensor] | None = None) -> Tensor:
+        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them.
+
+        Args:
+            beams: the position of all n, and which of the rows behind the true slots each sees [n, m].
+        """
         layer = self.model.midlayer
         stop = start + len(tokens)
-        rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+        if beams is None:
+            rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+            mask = causal_mask(start, len(tokens), stop, self.groups, features)
+        else:
+            position, sees = beams
+            rope = self.rope.cos[position : position + 1], self.rope.sin[position : position + 1]
+            mask = tree_mask(self.length, sees, stop, self.groups, features)
         keys, values = self.cache.keys[0][:, :, :stop], self.cache.values[0][:, :, :stop]
-        mask = causal_mask(start, len(tokens), stop, self.groups, features)
         inputs = layer.attention_input(self.embedding[tokens], features)
         attended = layer.self_attn(inputs[None], rope, keys, values, start, mask)
         return layer.finish(features, attended[0])
