@@ -51,7 +51,10 @@ def export_draft(cfg: DictConfig) -> None:
     ids = listed_taps(model.config.tapped, shape, layout, tap_ids)
     source, path = layouts.read_json(folder), getattr(target, "path", None)
     said = layouts.to_json(model.config, layout, model.fc.weight.dtype, source, ids, path)
-    write_atomically(out, lambda made: eagle3.save(model, made, dtype, layout, said))
+    try:
+        write_atomically(out, lambda made: eagle3.save(model, made, dtype, layout, said))
+    except OSError as error:
+        raise UserError(f"out={cfg.out} can't be written ({error.strerror}): give another folder") from error
     print(f"{layout.value} draft: {out}")
 
 
