@@ -309,6 +309,7 @@ def test_a_run_on_another_draft_is_refused(draft, tmp_path):
         ("tap_ids=both", "tap_ids='both': expected inputs or outputs"),
         ("out=null", "out is not set: give out=FOLDER"),
         ("out=.", "out=.: exists already"),
+        ("out=/proc/no/draft", "out=/proc/no/draft can't be written"),
         ("run=no/such", "run=no/such: no run there"),
         ("draft=tiny", "draft='tiny' has no checkpoint to export"),
     ],

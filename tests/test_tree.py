@@ -9,7 +9,9 @@ import pytest
 import torch
 from conftest import CPU, GOLDEN, chain, chi_square, golden_json, recompute, tiny, tree
 from safetensors.torch import load_file
-from test_decode import FIXED, PROMPT, YAMLS, adapter_spec, evidence_of, lens, plain, respond_with
+from decode_cases import FIXED, PROMPT, adapter_spec, lens, respond_with
+from test_decode import YAMLS, plain
+from test_decode_learning import evidence_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -154,11 +154,8 @@ class Eagle3Spec(Reading, DraftSpec):
             return folder
         reason = "no such folder"
         if re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.path):
-            from huggingface_hub import snapshot_download
-
             try:
-                wanted = ["*.json", "*.safetensors", "pytorch_model.bin"]
-                return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=wanted))
+                return _fetched(self.path, self.revision)
             except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
                 reason += f", and not on the hub: {str(error).splitlines()[0]}"
         raise UserError(
@@ -184,6 +181,15 @@ class Eagle3Spec(Reading, DraftSpec):
             model.embed_tokens = None  # the target's are not kept twice
         origin = {"origin": str(self.path), "sha256": digest, "revision": self.revision, "embedding": whose}
         return Eagle3Draft(model, embedding), origin
+
+
+@cache
+def _fetched(name: str, revision: str | None) -> Path:
+    """A hub repository, looked up once a process: both arms of a run must have the same draft."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "pytorch_model.bin"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 def _same(own: Tensor, target: Tensor) -> bool:
