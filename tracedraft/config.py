@@ -81,11 +81,13 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+MEASURES = ("time", "acceptance")  # what a run measures
 WANDB_MODES = ("online", "offline", "disabled")
 # Keys that no spec holds, whichever command knows them: what each may be, in code and in words.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**63, "a whole number from 0"),
     "plain": (lambda v: type(v) is bool, "true or false"),
+    "measure": (lambda v: v in MEASURES, " or ".join(MEASURES)),
     "threads": (lambda v: v is None or (type(v) is int and v > 0), "1 or more, or null for all"),
     "temperatures": (lambda v: type(v) is list and bool(v) and all(map(_is_number, v)), "one or more, as [0,0.7]"),
     "wandb.mode": (lambda v: v in WANDB_MODES, f"one of {', '.join(WANDB_MODES)}"),

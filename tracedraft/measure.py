@@ -19,13 +19,14 @@ from tracedraft import chat, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.config import build_spec, check_settings, fingerprint, plain
+from tracedraft.config import MEASURES, build_spec, check_settings, fingerprint, plain
 from tracedraft.decode import ChainSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
 from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
+from tracedraft.recorded import replaying
 from tracedraft.target import Served
 from tracedraft.tracking import open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
@@ -34,6 +35,7 @@ from tracedraft.verify import noise_key
 GROUPS = ("target", "draft", "adapter", "workload", "decode")
 WARM_UP_TOKENS = 24
 PLAIN = "plain"  # the arm without a draft
+TIME, ACCEPTANCE = MEASURES
 ALL_THREADS = torch.get_num_threads()
 
 
@@ -48,13 +50,21 @@ class Arm:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all arms run on; ``plain``: decoding without a draft is timed beside them."""
+    """What all arms run on.
+
+    Attributes:
+        plain: decoding without a draft is timed beside them.
+        recordings: where the target's part of responses is kept; nothing is timed then. None: it works live.
+        replays: the fixed arm's responses to recordings, which every run of a sweep asks for again.
+    """
 
     served: Served
     decode: ChainSpec
     seed: int
     meter: Meter
     plain: bool = False
+    recordings: Path | None = None
+    replays: dict[str, Response] = dataclasses.field(default_factory=dict)
 
 
 def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
@@ -70,16 +80,21 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         UserError: bad input; whatever was on disk stays as it was.
     """
     check_settings(cfg)
+    check_measure(cfg)
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     conversations, data = specs["workload"].load()
     specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
-    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain)
+    recordings = Path(cfg.paths.recordings) if cfg.measure == ACCEPTANCE else None
+    same = json.dumps([plain(specs["draft"]), draft["sha256"], plain(specs["decode"])])
+    replays = _REPLAYS.setdefault(same, {})
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, recordings, replays)
     check_cache(bench, [arm.draft for arm in arms], conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
-    identity = {"fingerprint": fingerprint({**specs, "seed": cfg.seed, "plain": cfg.plain}, contents), "data": data}
+    settings = {key: cfg[key] for key in ("seed", "plain", "measure")}
+    identity = {"fingerprint": fingerprint({**specs, **settings}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
     origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     if done := records.finished(folder, identity["fingerprint"]):
@@ -92,7 +107,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
             **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
             group=cfg.wandb.group or sweep or "single",
             job_type=names["adapter"],
-            config={**plain(specs), "seed": cfg.seed, **identity},
+            config={**plain(specs), **settings, **identity},
             run_dir=folder,
             run_id=f"{identity['fingerprint']}-a{run.attempt}-{uuid.uuid4().hex[:6]}",
         )
@@ -126,7 +141,24 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
+def check_measure(cfg: DictConfig) -> None:
+    """Raises UserError for settings that ``measure=acceptance`` can't keep."""
+    rules = (
+        ("plain", cfg.plain, not cfg.plain, f"false with measure={ACCEPTANCE}, which times nothing"),
+        (
+            "decode.acceptance",
+            cfg.decode.acceptance,
+            cfg.decode.acceptance == "exact",
+            f"exact with measure={ACCEPTANCE}: otherwise the response depends on the draft and can't be replayed",
+        ),
+    )
+    for key, value, works, want in rules:
+        if cfg.measure == ACCEPTANCE and not works:
+            raise UserError(f"{key}={value!r}: expected {want}")
+
+
 _LOADED: dict[str, Served] = {}
+_REPLAYS: dict[str, dict[str, Response]] = {}
 
 
 def loaded(spec: Any) -> Served:
@@ -175,7 +207,7 @@ def stream(
     resume(arms, run)
     if len(done) == len(conversations):
         return done
-    for arm in arms:
+    for arm in arms if bench.recordings is None else ():
         warm_up(bench, arm.draft, conversations)
     with progress:
         for index, conversation in enumerate(conversations[len(done) :], len(done)):
@@ -243,26 +275,21 @@ def converse(
     report: Callable[[str, Response], None],
 ) -> dict[str, Any]:
     """Answer every turn with each arm, in turned order on odd conversations, and audit the answers."""
-    target = bench.served.target
     by_name = {arm.name: arm for arm in arms}
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
     turns: list[dict[str, Any]] = []
     for arm in arms:
         arm.adapter.begin_conversation()
 
-    def answer(turn: int, prompt: list[int], key: int) -> str:
+    def reply(turn: int, prompt: list[int], key: int) -> str:
         answers = {}
         for name in order:
-            arm = by_name.get(name)
-            if arm is None:
-                answers[name] = respond_plainly(target, prompt, bench.decode, key, bench.meter)
-            else:
-                answers[name] = respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+            answers[name] = answer(bench, by_name.get(name), prompt, key)
             report(name, answers[name])
         turns.append(turn_record(bench, turn, prompt, answers, key))
         return turns[-1]["text"]
 
-    refused = serve(bench, conversation, answer)
+    refused = serve(bench, conversation, reply)
     return {
         "index": index,
         "id": conversation.id,
@@ -275,11 +302,28 @@ def converse(
     }
 
 
+def answer(bench: Bench, arm: Arm | None, prompt: list[int], key: int) -> Response:
+    """One arm's response; None: the arm without a draft."""
+    target = bench.served.target
+    if arm is None:
+        return respond_plainly(target, prompt, bench.decode, key, bench.meter)
+    if bench.recordings is None:
+        return respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+    replayed = replaying(bench.served, arm.draft, prompt, bench.decode, key, bench.recordings)
+    known = bench.replays if arm.name == "fixed" else {}
+    if replayed.name not in known:
+        response = respond(replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+        assert response.tokens == replayed.tokens, "a replay said something else than was recorded"
+        known[replayed.name] = dataclasses.replace(response, seconds={})
+    return known[replayed.name]
+
+
 def turn_record(bench: Bench, turn: int, prompt: list[int], answers: dict[str, Response], key: int) -> dict[str, Any]:
     """Counts of all arms, and the audit of each distinct response against the target alone."""
     paired = not (bench.decode.sampling(key).rejection and bench.decode.temperature > 0)
     # Under rejection sampling there is nothing to compare with: other draws are as right.
-    distinct = sorted({tuple(answer.tokens) for answer in answers.values()}) if paired else []
+    audits = paired and bench.recordings is None
+    distinct = sorted({tuple(answer.tokens) for answer in answers.values()}) if audits else []
     wrong = [w for tokens in distinct for w in audit(bench.served.target, prompt, tokens, bench.decode, key)]
     ties = sum(w.near_tie for w in wrong)
     found = [{**dataclasses.asdict(w), "near_tie": w.near_tie} for w in wrong]

@@ -60,10 +60,13 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     sums = [sum(column) for column in zip(*(pair[1] for pair in pairs), strict=True)] if pairs else [0.0] * 4
     gain = _tau_ratio(*sums) if sums[1] and sums[3] else None
     numbers: dict[str, Any] = {"tau_gain": gain, "tau_gain_interval": None, "speedup_interval": None}
+    timed = any(sum(pair[0]) for pair in pairs)
     if few is None:
-        numbers["speedup_interval"] = _bootstrap([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
         numbers["tau_gain_interval"] = _bootstrap([pair[1] for pair in pairs], _tau_ratio)
-    reasons = {key: few or "no verification round" for key, value in numbers.items() if value is None}
+    if few is None and timed:
+        numbers["speedup_interval"] = _bootstrap([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
+    why = {"speedup_interval": "no verification round" if timed else "no time was measured"}
+    reasons = {key: few or why.get(key, "no verification round") for key, value in numbers.items() if value is None}
     return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
 
 

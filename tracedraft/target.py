@@ -17,6 +17,7 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import weights
 from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
+from tracedraft.models.packing import pack
 from tracedraft.types import TargetPass, TargetShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -188,6 +189,14 @@ class LlamaTargetSpec:
         config = weights.read_decoder_config(folder)
         taps = self._taps(config)
         tokenizer = load_tokenizer(folder)
+        model = self._load(folder, config)
+        pack(model)
+        context = min(self.context or config.context, config.context)
+        served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
+        digest = self.sha256 if self.wheel else weights.sha256_of(weights.content_files(folder), Path(self.cache))
+        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+
+    def _load(self, folder: Path, config: DecoderConfig) -> Decoder:
         with torch.device("meta"):
             model = Decoder(config)
         dtype = DTYPES[self.dtype]
@@ -196,11 +205,7 @@ class LlamaTargetSpec:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         state = {n: t for n, t in state.items() if not n.endswith("rotary_emb.inv_freq")}
         weights.load_module(model, weights.fuse(state, folder), folder)
-        model.requires_grad_(False).eval()
-        context = min(self.context or config.context, config.context)
-        served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
-        digest = self.sha256 if self.wheel else weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+        return model.requires_grad_(False).eval()
 
     def _locate(self) -> tuple[Path, str]:
         if self.wheel is not None:

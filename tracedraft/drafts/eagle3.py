@@ -13,10 +13,12 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, causal_mask, rope_table
+from tracedraft.models.packing import pack
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
 CHUNK = 512  # slots of one pass over a prompt: bounds its mask
+TRAINED = ("lm_head",)  # by inner adapters, in place
 
 
 class Eagle3Draft(Draft):
@@ -33,11 +35,11 @@ class Eagle3Draft(Draft):
     @property
     def row_bytes(self) -> int:
         layer = self.model.config.layer
-        return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.fc.weight.element_size())
+        return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.norm.weight.element_size())
 
     def begin(self, capacity: int) -> None:
         layer = self.model.config.layer
-        like = self.model.fc.weight
+        like = self.model.norm.weight
         self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
         self.rope = rope_table(layer, capacity, like.device, like.dtype)
         self.groups = layer.heads // layer.kv_heads
@@ -47,7 +49,7 @@ class Eagle3Draft(Draft):
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
         parts = []
         for some_taps, some in zip(taps.split(CHUNK), tokens.split(CHUNK), strict=True):
-            features = self.model.fuse(some_taps.to(self.model.fc.weight.dtype))
+            features = self.model.fuse(some_taps.to(self.model.norm.weight.dtype))
             parts.append(self._slots(features, some, self.length))
             self.length += len(some)
         self.last = parts[-1][-1:]
@@ -119,6 +121,7 @@ class Eagle3Spec(DraftSpec):
         like = target.model.norm.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         model = eagle3.load(folder, dtype, like.device)
+        pack(model, keep=TRAINED)
         digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
         embedding = target.model.embed_tokens.weight.to(dtype)
         return Eagle3Draft(model, embedding), {"origin": str(self.path), "sha256": digest}
@@ -139,9 +142,10 @@ class LogitLensSpec(DraftSpec):
 
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         self.check(target.shape)
-        model = lens(target, self.draft_vocab_size, self.seed)
         embedding = target.model.embed_tokens.weight
-        return Eagle3Draft(model.to(embedding), embedding), {"origin": "untrained", "sha256": None}
+        model = lens(target, self.draft_vocab_size, self.seed).to(embedding)
+        pack(model, keep=TRAINED)
+        return Eagle3Draft(model, embedding), {"origin": "untrained", "sha256": None}
 
 
 def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3:

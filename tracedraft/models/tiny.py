@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tracedraft.models.decoder import Decoder, DecoderConfig
+from tracedraft.models.packing import pack
 from tracedraft.target import DTYPES, LlamaTarget, Served, check_device, default_taps
 from tracedraft.types import TargetShape
 
@@ -72,6 +73,7 @@ class TinyTargetSpec:
                 if parameter.dim() == 2:
                     parameter.normal_(0.0, 0.3, generator=generator)
         model.to(self.device, DTYPES[self.dtype]).requires_grad_(False).eval()
+        pack(model)
         eos = frozenset({tokenizer.eos_token_id})
         target = LlamaTarget(model, default_taps(config.layers), eos, self.context)
         return Served(target, tokenizer, {"origin": f"random, seed {self.seed}", "sha256": None, "revision": None})
