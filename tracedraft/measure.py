@@ -285,7 +285,7 @@ def converse(
     for arm in arms:
         arm.adapter.begin_conversation()
 
-    def reply(turn: int, prompt: list[int], key: int) -> str:
+    def answer(turn: int, prompt: list[int], key: int) -> str:
         answers = {}
         for name in order:
             answers[name] = response_of(bench, by_name.get(name), prompt, key)
@@ -293,7 +293,7 @@ def converse(
         turns.append(turn_record(bench, turn, prompt, answers, key))
         return turns[-1]["text"]
 
-    refused = serve(bench, conversation, reply)
+    refused = serve(bench, conversation, answer)
     return {
         "index": index,
         "id": conversation.id,
