@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import CPU, GOLDEN, chain, chi_square, golden_json, recompute, tiny, tree
-from safetensors.torch import load_file
 from decode_cases import FIXED, PROMPT, adapter_spec, lens, respond_with
+from safetensors.torch import load_file
 from test_decode import YAMLS, plain
 from test_decode_learning import evidence_of
 from torch import Tensor
