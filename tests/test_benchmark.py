@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkpoints import saved
 from conftest import chain, tiny
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
-from test_models import saved
 
 from tracedraft.benchmark import (
     Question,
