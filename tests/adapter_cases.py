@@ -82,7 +82,7 @@ def serve(adapter, *pieces: Evidence, round: int = 1) -> Update | None:
 def snapshot(adapter: TraceAdapter) -> list[Tensor]:
     """Everything that a rollback or a reset has to bring back."""
     kept = [adapter.head.norm, adapter.head.weight, adapter.draws.get_state(), torch.tensor(adapter.count)]
-    for master in adapter.masters.values():
+    for master in adapter.form.masters.values():
         kept += [master.weights.live, *(m.live for m in master.moments)]
     n = len(adapter.replay)
     kept += [torch.tensor(n), adapter.replay._features[:n], adapter.replay._teacher[:n]]

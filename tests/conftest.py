@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.target import LlamaTarget, Served, default_taps
+from tracedraft.training import corpus as corpora
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
@@ -77,6 +80,18 @@ def in_child(action: Callable[[], object], seconds: float | None) -> bool:
     return not os.WIFSIGNALED(status)
 
 
+@contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: what a full disk does to whoever writes."""
+    ignored, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
 @pytest.fixture
 def meter() -> Meter:
     return Meter(CPU)
@@ -108,6 +123,16 @@ def golden_decoder(tmp_path_factory) -> Decoder:
     state = {name.removeprefix("model."): tensor for name, tensor in weights.tensors(folder)}
     weights.load_module(model, weights.fuse(state, folder), folder)
     return model.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> list[Path]:
+    """Shards of text by the tiny target of ``training_cases``; not to be changed."""
+    from training_cases import synthesise
+
+    folder = tmp_path_factory.mktemp("corpus")
+    synthesise(folder)
+    return corpora.shards(folder)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_anchor_halves_the_distance(keep_rounds):
     for _ in range(4):
         serve(adapter, evidence(16, head))
     before = adapter.drift()
-    for master in adapter.masters.values():
+    for master in adapter.form.masters.values():
         master._rule = dataclasses.replace(master._rule, lr=0.0)
     for _ in range(keep_rounds):
         assert serve(adapter, evidence(16, head)).committed
@@ -133,7 +134,7 @@ def broken(piece: Evidence) -> Evidence:
 
 FAILURES = {
     "non-finite loss": {},
-    "non-finite weights": {"lr": 1e38, "steps": 1},
+    "non-finite weights": {"lr": 1e40},
     "drift over cap": {"drift_cap": 1e-9},
     "held-out KL rose": {"guard": True, "lr": 1e3},
 }
@@ -141,15 +142,17 @@ FAILURES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", list(Optimizer))
+@pytest.mark.parametrize("steps", [1, 2])  # one step, unguarded, is made in place; two go to a spare
 @pytest.mark.parametrize("reason", FAILURES)
-def test_failed_update_restores_everything(reason, optimizer, dtype):
+def test_failed_update_restores_everything(reason, steps, optimizer, dtype):
     head = make_head(dtype)
-    common = {"optimizer": optimizer, "replay_mib": 1, "scope": Scope.stream, "steps": 2}
+    common = {"optimizer": optimizer, "replay_mib": 1, "scope": Scope.stream, "steps": steps}
+    common["guard"] = "guard" in FAILURES[reason]
     adapter = make(head, anchor_half_life=8.0, lr=0.01, **common)
     serve(adapter, evidence(16, head))  # so that moments, replay and distance from W₀ are not zero
     changes = FAILURES[reason]
     adapter.spec = dataclasses.replace(adapter.spec, **changes)
-    for master in adapter.masters.values():
+    for master in adapter.form.masters.values():
         master._rule = dataclasses.replace(master._rule, lr=adapter.spec.lr)
     adapter.begin_response()
     piece = evidence(20, head, seed=8)
@@ -164,7 +167,7 @@ def test_failed_update_restores_everything(reason, optimizer, dtype):
     twin = make(twin_head, anchor_half_life=8.0, lr=0.01, **common)
     serve(twin, evidence(16, twin_head))
     adapter.spec = twin.spec
-    for master in adapter.masters.values():
+    for master in adapter.form.masters.values():
         master._rule = dataclasses.replace(master._rule, lr=0.01)
     assert serve(adapter, evidence(16, head, seed=3)) == serve(twin, evidence(16, twin_head, seed=3))
     assert same(snapshot(adapter), snapshot(twin))
@@ -213,6 +216,36 @@ def test_prompt_teacher_is_asked_for_the_chosen_rows_only():
     update = serve(adapter, Evidence("prompt", piece.features, teacher), round=0)
     assert update.positions == {"prompt": 7}
     assert len(asked) == len(set(asked)) == 7
+
+
+def test_teachers_are_asked_late_and_once_and_then_let_go():
+    """Windows overlap; a position keeps its teacher's logits alive until the next update, and no longer."""
+    head, asked, alive = make_head(), [], []
+
+    def piece(at: int) -> Evidence:
+        made = evidence(3, head, seed=at)
+
+        def teacher(rows: Tensor) -> Tensor:
+            asked.extend((at, row) for row in rows.tolist())
+            return made.teacher(rows)
+
+        alive.append(weakref.ref(teacher))
+        return Evidence("response", made.features, teacher)
+
+    adapter = make(head, window=7, every=2)
+    adapter.begin_response()
+    for round in range(1, 9):
+        adapter.observe(piece(round))
+        if round == 1:
+            assert asked == []
+        update = adapter.maybe_update(round)
+        assert (update is not None) == (round % 2 == 0)
+    adapter.observe(piece(9))
+    adapter.end_response()
+    assert len(asked) == len(set(asked)) == 4 * 6  # each update had six new positions, and a seventh from before
+    assert [ref() is None for ref in alive] == [True] * 8 + [False]
+    adapter.begin_response()
+    assert alive[-1]() is None
 
 
 def test_positions_outside_the_draft_vocabulary_carry_no_loss():
@@ -279,10 +312,13 @@ def test_collection_stops_after_the_last_scheduled_round():
     adapter = make(head, every=0, at_rounds=[2])
     assert serve(adapter, evidence(4, head), round=1) is None
     assert serve(adapter, evidence(4, head), round=2).committed
-    adapter.observe(Evidence("response", torch.zeros(2, H), no_teacher))
+    unasked = Evidence("response", torch.zeros(2, H), no_teacher)
+    adapter.observe(unasked)
+    assert adapter.windows["response"].take(adapter.windows["response"].index()).features.shape == (4, H)
     adapter.begin_response()
+    adapter.observe(unasked)
     with pytest.raises(AssertionError, match="teacher was called"):
-        adapter.observe(Evidence("response", torch.zeros(2, H), no_teacher))
+        adapter.maybe_update(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
+from omegaconf import OmegaConf
 
 from tracedraft import cli, measure
 from tracedraft.drafts.eagle3 import lens
@@ -125,6 +128,31 @@ def test_help_lists_the_options_of_each_group(tell):
         "target: llama, smollm2-135m, tiny",
     ):
         assert line in out
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(cli.run, "config"), (cli.train, "train"), (cli.eval_draft, "eval-draft"), (cli.prepare, "prepare")],
+)
+def test_help_says_what_often_used_keys_mean_and_they_exist(tell, command, name):
+    code, out, err = tell(command, "--help")
+    assert (code or 0, err) == (0, "")
+    used, _, _ = out.partition("== Configuration groups ==")
+    keys = re.findall(r"^  ([a-z][\w.]*)=\S+ +\S", used, re.MULTILINE)
+    assert len(keys) >= 2
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose(name, return_hydra_config=True)
+    assert [key for key in keys if OmegaConf.select(cfg, key, default="no") == "no"] == []
+
+
+@pytest.mark.parametrize("entry", [cli.run, cli.eval_draft, cli.train])
+def test_bad_input_leaves_nothing_behind_but_what_was_there(tell, tmp_path, entry):
+    bad = ("target=tiny", "threads=0", f"paths.runs={tmp_path}/deep/runs")
+    assert tell(entry, *bad)[0] == 2
+    assert not (tmp_path / "deep").exists()
+    (tmp_path / "deep").mkdir()
+    assert tell(entry, *bad)[0] == 2
+    assert list((tmp_path / "deep").iterdir()) == []
 
 
 def test_run_through_the_console_script(tell, tmp_path):

@@ -139,6 +139,7 @@ def test_paths_come_from_the_environment(monkeypatch):
         "data": "/some/DATA",
         "cache": "/some/CACHE",
         "runs": "/some/RUNS",
+        "recordings": "/some/CACHE/recordings",
     }
     assert build_spec(cfg.workload, "workload").data == "/some/DATA"
     assert build_spec(cfg.draft, "draft").cache == build_spec(cfg.target, "target").cache == "/some/CACHE"

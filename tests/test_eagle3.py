@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import GOLDEN, chain, golden_folder, golden_json, golden_tensors, recompute, tiny
 from safetensors.torch import load_file, save_file
-from test_training import SPEC
+from training_cases import SPEC
 
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import respond

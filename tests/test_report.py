@@ -122,6 +122,33 @@ def test_a_sweep_is_read_in_natural_order_and_failures_are_listed(tmp_path, caps
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["multirun.yaml", "table.md"]
 
 
+def test_a_sweep_over_settings_shows_which_run_had_which(tmp_path):
+    make_sweep(tmp_path, ["0", "1", "2"])
+    for name, lr, every in (("0", 0.01, 8), ("1", 0.03, 8), ("2", 0.03, 16)):
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary(adapter="reset")))
+        config = {"adapter": {"lr": lr, "every": every, "name": "reset"}, "paths": {"runs": name}, "seed": 0}
+        OmegaConf.save(config, tmp_path / name / "config.yaml")
+    rows, _ = read_sweep(tmp_path)
+    assert [r["settings"] for r in rows] == ["every=8 lr=0.01", "every=8 lr=0.03", "every=16 lr=0.03"]
+    assert "| settings |" in result_markdown(rows).splitlines()[0]
+    assert "every=16 lr=0.03" in printed(rows, 200)
+
+
+def test_keys_of_one_name_are_told_apart_and_other_adapters_do_not_count(tmp_path):
+    make_sweep(tmp_path, ["0_a", "1_a", "2_b"])
+    for name, seeds in (("0_a", (0, 0)), ("1_a", (1, 2)), ("2_b", (5, 5))):
+        OmegaConf.save({"seed": seeds[0], "workload": {"seed": seeds[1]}}, tmp_path / name / "config.yaml")
+        kind = {"adapter": name[-1]}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary(**kind)))
+    settings = [r["settings"] for r in read_sweep(tmp_path)[0]]
+    assert settings == ["seed=0 workload.seed=0", "seed=1 workload.seed=2", "seed=5 workload.seed=5"]
+
+
+def test_without_varied_settings_there_is_no_such_column(tmp_path):
+    make_sweep(tmp_path, ["0_a", "1_b"])
+    assert "settings" not in result_markdown(read_sweep(tmp_path)[0])
+
+
 APP = """
     import json, hydra
     from pathlib import Path

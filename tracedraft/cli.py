@@ -102,9 +102,11 @@ def bench(cfg: DictConfig) -> None:
     """Speed side by side: transformers, plain decoding, speculation, and each learner."""
     _quiet()
     from tracedraft.benchmark import benchmark, text
+    from tracedraft.report import unmake
 
     def measured() -> None:
         result, file = benchmark(cfg, Path(HydraConfig.get().runtime.output_dir))
+        unmake()  # where `out` took the file elsewhere
         print(f"{text(result)}\nrecord: {file}")
 
     _plainly(measured)
@@ -127,5 +129,8 @@ def _plainly(action: Any) -> None:
 
 def _leave(error: UserError) -> NoReturn:
     """An exception would have Hydra wrap the one line into three more."""
+    from tracedraft.report import unmake
+
+    unmake()
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter, Target
 from tracedraft.meter import Meter
 from tracedraft.rejection import picker, verify_rejection
-from tracedraft.types import Evidence, Mismatch, Proposal, Response, Update, Verdict
+from tracedraft.types import Evidence, Mismatch, Proposal, Response, TargetPass, Update, Verdict
 from tracedraft.verify import Sampling, choose, score_gap, verify_chain
 
 ACCEPTANCES = ("exact", "rejection")
@@ -199,16 +199,22 @@ def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: Ch
         the tokens that the target would not have said; empty when not one differs.
     """
     sampling = spec.sampling(key)
-    target.begin(spec.capacity(len(prompt), target.context), spec.width, spec.prefill_chunk)
-    chosen = choose(target.prefill(prompt).logits, sampling, len(prompt)).tolist()
-    fed = torch.tensor(tokens[:-1], dtype=torch.long)
-    for start in range(0, len(fed), spec.width):
-        piece = fed[start : start + spec.width]
-        passed = target.verify(piece)
-        target.commit(len(piece))
-        chosen += choose(passed.logits[: len(piece)], sampling, len(prompt) + start + 1).tolist()
+    chosen = []
+    for passed in forced(target, prompt, tokens, spec):
+        chosen += choose(passed.logits, sampling, len(prompt) + len(chosen)).tolist()
     differ = [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
     return [mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
+
+
+def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec) -> Iterator[TargetPass]:
+    """Feed the target a response in passes of the served shapes: the prompt's, whose one row of logits chooses the
+    first token, then those of the response but for its last token, whose rows choose the others."""
+    target.begin(spec.capacity(len(prompt), target.context), spec.width, spec.prefill_chunk)
+    yield target.prefill(prompt)
+    for piece in torch.tensor(tokens[:-1], dtype=torch.long).split(spec.width):
+        if len(piece):
+            yield target.verify(piece)
+            target.commit(len(piece))
 
 
 def mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:

@@ -68,6 +68,11 @@ class Draft(ABC):
     def head(self) -> OutputHead | None:
         """What inner adapters train; None for a draft without an output head of its own."""
 
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes that a row of its KV cache takes."""
+
     @abstractmethod
     def begin(self, capacity: int) -> None:
         """Start a response with an empty KV cache of ``capacity`` rows."""

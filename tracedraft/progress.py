@@ -51,7 +51,7 @@ class Progress:
     def response(self, arm: str, response: Response) -> None:
         """After each answered turn of an arm."""
         seconds = sum(response.seconds.values())
-        self.serving = f"{arm}: {len(response.tokens) / seconds:.1f} tok/s"
+        self.serving = f"{arm}: {len(response.tokens) / seconds:.1f} tok/s" if seconds else arm
         self.bar.update(self.task, numbers=f"{self.so_far}  {self.serving}")
 
     def conversation(self, record: dict[str, Any]) -> None:

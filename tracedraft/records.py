@@ -8,7 +8,6 @@ run is made from it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tracedraft.errors import UserError
-from tracedraft.files import write_atomically
+from tracedraft.files import exclusive, unwritable, write_atomically
 
 CONFIG, CONVERSATIONS, SUMMARY = "config.yaml", "conversations.jsonl", "summary.json"
 ATTEMPTS = "attempts.jsonl"
@@ -56,22 +55,16 @@ class RunDir:
         text = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
         refuse_other(path, origin["fingerprint"])
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = open(path / ATTEMPTS, "ab+", buffering=0)  # noqa: SIM115
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise UserError(f"{path}: another process is writing this run: wait for it, or {_CHOOSE}") from None
+            lock = exclusive(path / ATTEMPTS, _CHOOSE)
             # What was there before the lock may have been another process's start.
             earlier = refuse_other(path, origin["fingerprint"])
             if not earlier:
-                write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"))
+                write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
             lines = open(path / CONVERSATIONS, "ab+", buffering=0)  # noqa: SIM115
             done = _whole_lines(lines, path / CONVERSATIONS)
             _add_line(lock, {"attempt": earlier + 1, "from": len(done), **origin})
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error, _CHOOSE) from error
         return cls(path, lines, lock, done, earlier + 1)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -86,17 +79,17 @@ class RunDir:
         except ValueError as error:
             raise ValueError(f"{self.path / CONVERSATIONS}: record {record.get('id')!r}: {error}") from error
         except OSError as error:
-            raise _unwritable(self.path / CONVERSATIONS, error) from error
+            raise unwritable(self.path / CONVERSATIONS, error, _CHOOSE) from error
 
     def keep_learner(self, count: int, write: Callable[[Path], object]) -> None:
         """Keep what a learner knows after ``count`` conversations, before the last one's record is appended.
 
         A crash between the two finds the state of the record before; older ones are dropped.
+
+        Raises:
+            UserError: the disk refused it.
         """
-        try:
-            write_atomically(self._learner(count), write)
-        except OSError as error:
-            raise _unwritable(self._learner(count), error) from error
+        write_atomically(self._learner(count), write, _CHOOSE)
         for number in range(count - 1):
             self._learner(number).unlink(missing_ok=True)
 
@@ -116,10 +109,7 @@ class RunDir:
             UserError: the disk refused it; an earlier summary stays as it was.
         """
         text = json.dumps(summary, allow_nan=False, indent=1) + "\n"
-        try:
-            write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"))
-        except OSError as error:
-            raise _unwritable(self.path / SUMMARY, error) from error
+        write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
         for file in self.path.glob("learner-*.pt"):
             file.unlink()
 
@@ -198,10 +188,6 @@ def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
 
 
 _CHOOSE = "choose another hydra.run.dir (hydra.sweep.dir in a sweep)"
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} can't be written ({error.strerror}): free space there, or {_CHOOSE}")
 
 
 def _parse_lines(data: bytes, path: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -18,7 +20,7 @@ from rich.text import Text
 
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
-from tracedraft.records import SUMMARY, read_summary
+from tracedraft.records import CONFIG, SUMMARY, read_summary
 
 MISSING = "—"
 
@@ -41,7 +43,7 @@ def row(summary: dict[str, Any]) -> dict[str, Any]:
 def result_table(rows: list[dict[str, Any]]) -> Table:
     """A table of ``row`` values. Names may fold on a narrow terminal, numbers never; print it by ``show``."""
     table = Table()
-    for (title, _), texts in zip(_COLUMNS, zip(*_cells(rows), strict=True), strict=True):
+    for (title, _), texts in zip(_columns(rows), zip(*_cells(rows), strict=True), strict=True):
         if title in _NAMES:
             table.add_column(title, overflow="fold", min_width=len(title))
         else:
@@ -91,9 +93,6 @@ class SweepTable(Callback):
     A run without a readable summary is listed as failed.
     """
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _make(Path(config.hydra.run.dir), "hydra.run.dir")
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         _make(folder, "hydra.sweep.dir")
@@ -113,16 +112,38 @@ class SweepTable(Callback):
         text = result_markdown(rows)
         if failed:
             text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
-        write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+        instead = "choose another hydra.sweep.dir"
+        try:
+            write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"), instead)
+        except UserError as error:
+            _write(f"warning: {error}\n", sys.stderr)
+
+
+class RunFolder(Callback):
+    """Hydra callback: makes a single run's folder."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make(Path(config.hydra.run.dir), "hydra.run.dir")
+
+
+_made: list[Path] = []  # by this process, innermost first
 
 
 def _make(folder: Path, key: str) -> None:
     """Hydra makes the folder before any code of ours runs, and meets a refusal with a traceback."""
+    _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"error: {key}={folder} can't be made ({error.strerror}): choose another", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def unmake() -> None:
+    """Take back the folders made for a run that left nothing in them."""
+    with contextlib.suppress(OSError):  # not empty
+        for folder in _made:
+            folder.rmdir()
 
 
 def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
@@ -134,10 +155,51 @@ def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]
             failed.append((run.name, f"no {SUMMARY}"))
             continue
         try:
-            rows.append(row(read_summary(run)))
+            rows.append(row(read_summary(run)) | {"config": settings_of(run)})
         except UserError as error:
             failed.append((run.name, str(error)))
+    for each, settings in zip(rows, varied(rows), strict=True):
+        each["settings"] = settings
     return rows, failed
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """A run's config by dotted key, without what only says where things lie; empty where there is none."""
+
+    def flat(node: dict[Any, Any], above: str) -> dict[str, Any]:
+        pairs = {}
+        for key, value in node.items():
+            pairs |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+        return pairs
+
+    if not (run / CONFIG).exists():
+        return {}
+    config = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
+    assert isinstance(config, dict)
+    return flat({key: value for key, value in config.items() if key not in ("paths", "wandb", "hydra")}, "")
+
+
+def varied(rows: list[dict[str, Any]]) -> list[str]:
+    """What tells each row from others of its workload and adapter: the keys whose values differ, as ``key=value``.
+
+    Args:
+        rows: with their run's ``config`` by dotted key.
+    """
+    alike: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for each in rows:
+        alike.setdefault((each["workload"], each["adapter"]), []).append(each["config"])
+    keys = sorted(
+        {
+            key
+            for configs in alike.values()
+            for c in configs
+            for key in c
+            if any(o.get(key) != c[key] for o in configs)
+        }
+    )
+    short = Counter(key.rpartition(".")[2] for key in keys)
+    names = {key: key if short[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
+    return [" ".join(f"{names[key]}={r['config'][key]}" for key in keys if key in r["config"]) for r in rows]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -171,10 +233,11 @@ def _both_arms(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
     return lambda r: f"{number(r[f'fixed_{name}'], digits)} → {number(r[name], digits)}"
 
 
-_NAMES = ("workload", "adapter")
+_NAMES = ("workload", "adapter", "settings")
 _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("workload", lambda r: _text(r["workload"])),
     ("adapter", lambda r: _text(r["adapter"])),
+    ("settings", lambda r: r.get("settings", "")),
     ("conv.", lambda r: _text(r["conversations"])),
     ("tokens", lambda r: _text(r["tokens"])),
     ("fixed → tau", _both_arms("tau", 3)),
@@ -185,5 +248,11 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
+def _columns(rows: list[dict[str, Any]]) -> tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]:
+    """All but those that no row has anything for."""
+    return tuple(column for column in _COLUMNS if column[0] != "settings" or any(r.get("settings") for r in rows))
+
+
 def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    return [[title for title, _ in _COLUMNS], *([cell(r) for _, cell in _COLUMNS] for r in rows)]
+    columns = _columns(rows)
+    return [[title for title, _ in columns], *([cell(r) for _, cell in columns] for r in rows)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import weights
-from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache
+from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
 from tracedraft.models.packing import pack
 from tracedraft.types import TargetPass, TargetShape
 
@@ -92,11 +92,20 @@ class LlamaTarget(Target):
 
     @torch.inference_mode()
     def exact_logits(self, tokens: Sequence[int]) -> Tensor:
-        served = self.model.norm.weight.dtype
-        model = copy.deepcopy(self.model).to(torch.float64 if served == torch.float32 else torch.float32)
-        ids = torch.tensor(tokens, device=self.device)[None]
-        hidden, _ = model(ids, 0, model.cache(1, len(tokens)), model.rope(len(tokens)), ())
-        return model.lm_head(hidden[0, -1:])[0]
+        """One layer at a time is copied to the higher precision: the whole of an 8B model would take 32 GB."""
+        c, size = self.model.config, len(tokens)
+        dtype = torch.float64 if self.model.norm.weight.dtype == torch.float32 else torch.float32
+
+        def exactly(module: torch.nn.Module) -> torch.nn.Module:
+            return copy.deepcopy(module).to(dtype)
+
+        x = self.model.embed_tokens(torch.tensor(tokens, device=self.device)[None]).to(dtype)
+        rope = rope_table(c, size, self.device, dtype)
+        at, mask = (rope.cos, rope.sin), causal_mask(0, size, size, c.heads // c.kv_heads, x)
+        for layer in self.model.layers:
+            cache = KVCache(1, 1, c.kv_heads, size, c.head_dim, x)
+            x = exactly(layer)(x, at, cache.keys[0], cache.values[0], 0, mask)
+        return exactly(self.model.lm_head)(exactly(self.model.norm)(x)[0, -1:])[0]
 
     def _pass(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
         padded = torch.zeros(1, width, dtype=torch.long, device=self.device)
@@ -104,10 +113,14 @@ class LlamaTarget(Target):
         hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
         return hidden[0, : len(tokens)], taps[0, : len(tokens)]
 
-    def check_memory(self, capacity: int) -> None:
-        """Raises UserError when a cache of ``capacity`` rows does not fit into the free memory."""
+    def check_memory(self, capacity: int, beside: int) -> None:
+        """Raises UserError when caches of ``capacity`` rows do not fit into the free memory.
+
+        Args:
+            beside: bytes a row that the drafts' caches take.
+        """
         c, like = self.model.config, self.model.norm.weight
-        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size())
+        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size()) + beside
         if like.device.type == "cuda":
             free = torch.cuda.mem_get_info(like.device)[0]
         else:

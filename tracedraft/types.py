@@ -131,7 +131,7 @@ class Update:
         positions: supervised positions that carried loss, by source.
         loss: mean T²·KL over them before the step.
         grad_norm: global gradient norm before clipping.
-        drift: relative step per trained tensor, ‖Δ‖/‖W‖.
+        drift: relative step per trained tensor, ‖Δ‖/‖W₀‖.
         vocab_mass: mean target probability inside the draft vocabulary.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ class Window:
 
     Each position draws a key (its age, or a random number) and the smallest keys stay, which for random
     keys is a reservoir that is exact however the positions arrive in pieces.
+
+    Teachers are asked when rows are first needed, once for each position, and for many at a time: softmaxes
+    over the target's vocabulary cost more than an update if each round makes its own, and the positions after
+    the last update need none. Until then a position holds on to its evidence, which may keep the logits
+    [K+1, V] of its whole round alive: at most ``capacity`` such tensors, and none beyond an update.
     """
 
     def __init__(self, head: OutputHead, capacity: int, recent: bool, temperature: float) -> None:
@@ -26,50 +32,61 @@ class Window:
         )
         self._carries = torch.zeros(capacity, dtype=torch.bool)
         self._mass = torch.zeros(capacity)
-        self._keys = torch.zeros(capacity, dtype=torch.float64)
         self._vocab = head.vocab
+        self._capacity = capacity
         self._recent = recent
         self._temperature = temperature
         self.clear()
 
     def clear(self) -> None:
-        self._size = 0
         self._seen = 0
+        self._kept: list[tuple[float, int]] = []  # a heap of (-key, slot): the first to go comes first
+        self._waiting: dict[int, tuple[Evidence, int]] = {}  # slot → whose teacher is still to be asked, for its row
 
     def observe(self, evidence: Evidence, draws: torch.Generator) -> None:
-        """Choose among the new positions first, and ask the teacher for the chosen ones only."""
-        count, capacity = evidence.features.shape[0], len(self._keys)
-        fresh = (
-            -torch.arange(self._seen, self._seen + count, dtype=torch.float64)
-            if self._recent
-            else torch.rand(count, dtype=torch.float64, generator=draws)
-        )
+        """Choose among the new positions, asking no teacher yet."""
+        count = evidence.features.shape[0]
+        if self._recent:
+            ages = range(self._seen, self._seen + count)
+        else:
+            ages = torch.rand(count, dtype=torch.float64, generator=draws).neg_().tolist()
         self._seen += count
-        keys = torch.cat([self._keys[: self._size], fresh])
-        keep = keys.argsort(stable=True)[:capacity].sort().values
-        chosen = keep[keep >= self._size] - self._size
-        if not len(chosen):
-            return
-        free = torch.ones(capacity, dtype=torch.bool)
-        free[keep[keep < self._size]] = False
-        slots = free.nonzero().flatten()[: len(chosen)]
-        self._keys[slots] = fresh[chosen]
-        self._size = len(keep)
-        self._store(evidence, chosen, slots)
+        for row, age in enumerate(ages):
+            slot = len(self._kept)
+            if slot < self._capacity:
+                heapq.heappush(self._kept, (age, slot))
+            elif age > self._kept[0][0]:
+                slot = self._kept[0][1]
+                heapq.heapreplace(self._kept, (age, slot))
+            else:
+                continue
+            self._waiting[slot] = evidence, row
 
-    def _store(self, evidence: Evidence, chosen: Tensor, slots: Tensor) -> None:
+    def _fill(self) -> None:
+        """Ask the teachers of the positions that still wait for it."""
+        if not self._waiting:
+            return
+        pieces: dict[int, tuple[Evidence, list[int]]] = {}
+        slots: dict[int, list[int]] = {}
+        for slot, (evidence, row) in self._waiting.items():
+            pieces.setdefault(id(evidence), (evidence, []))[1].append(row)
+            slots.setdefault(id(evidence), []).append(slot)
+        self._waiting = {}
         device = self._rows.features.device
-        index, at = chosen.to(device), slots.to(device)
-        p, negent, carries, mass = teacher_rows(evidence.teacher(index), self._vocab, self._temperature)
-        self._rows.features[at] = evidence.features.index_select(0, index).float()
+        indexed = [(evidence, torch.tensor(rows, device=device)) for evidence, rows in pieces.values()]
+        logits = torch.cat([evidence.teacher(index) for evidence, index in indexed])
+        at = torch.tensor([slot for some in slots.values() for slot in some], device=device)
+        p, negent, carries, mass = teacher_rows(logits, self._vocab, self._temperature)
+        self._rows.features[at] = torch.cat([e.features.index_select(0, index) for e, index in indexed]).float()
         self._rows.teacher[at] = p
         self._rows.negentropy[at] = negent
-        self._carries[slots] = carries.cpu()
-        self._mass[slots] = mass.cpu()
+        self._carries[at.cpu()] = carries.cpu()
+        self._mass[at.cpu()] = mass.cpu()
 
     def index(self) -> Tensor:
         """Slots [m] of the positions that carry loss, on the CPU."""
-        return self._carries[: self._size].nonzero().flatten()
+        self._fill()
+        return self._carries[: len(self._kept)].nonzero().flatten()
 
     def take(self, index: Tensor) -> Rows:
         """The positions in the slots ``index`` [m]."""
@@ -77,7 +94,8 @@ class Window:
 
     def mass(self) -> Tensor:
         """[k] target probability inside the draft vocabulary at every kept position, loss or none."""
-        return self._mass[: self._size]
+        self._fill()
+        return self._mass[: len(self._kept)]
 
 
 class Replay:

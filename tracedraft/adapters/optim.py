@@ -1,8 +1,9 @@
 """fp32 masters of the draft's trained tensors, and the steps that move them.
 
-A step reads the live buffer and writes the spare one; committing swaps the two. So a rollback costs nothing
-and is exact, and no step allocates a matrix the size of the head. ``r``: rows (D for the head, 1 for the
-gain, which is held as a [1, H] matrix so that one code serves both).
+A pass over the head costs a millisecond or two, so there are few: a step is measured before it is made (its
+length from the gradient's factors, and whether it can overflow from that length), then made in place and
+published in one sweep. Only where a step may have to be taken back after it was made does it go to a spare.
+``r``: rows (D for the head, 1 for the gain, which is held as a [1, H] matrix so that one code serves both).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from tracedraft.adapters.objective import Factors
+
+BLOCK = 1024  # rows of a sweep: a few MB, so that what follows a product finds it in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ class Rule:
 
 
 class Double:
-    """A tensor and the spare into which its next value is written."""
+    """A tensor and where its next value is written: a spare, or itself."""
 
-    def __init__(self, live: Tensor) -> None:
+    def __init__(self, live: Tensor, in_place: bool = False) -> None:
         self.live = live
-        self._spare = torch.empty_like(live)
+        self._spare = live if in_place else torch.empty_like(live)
         self._written = False
 
     @property
@@ -42,98 +45,93 @@ class Double:
         return self._spare if self._written else self.live
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """(what to read, what to write): the same tensor once a candidate exists."""
+        """(what to read, what to write): the same tensor once a candidate exists, or in place."""
         old, self._written = self.latest, True
         return old, self._spare
 
-    def settle(self, keep: bool) -> None:
-        if keep and self._written:
+    def settle(self, keep: bool) -> bool:
+        """End a transaction; returns whether a candidate was dropped."""
+        written, self._written = self._written, False
+        if keep and written:
             self.live, self._spare = self._spare, self.live
-        self._written = False
+        return written and not keep
 
 
 class Master:
     """One trained tensor: its published copy, the fp32 master, Adam's moments and the initial value."""
 
-    def __init__(self, published: Tensor, rule: Rule) -> None:
+    def __init__(self, published: Tensor, rule: Rule, in_place: bool) -> None:
         """
         Args:
             published: [r, H] or [H], the tensor that the draft reads; written in place.
             rule: the optimiser.
+            in_place: no step is ever taken back once it is written.
         """
         self.published = published.detach().view(-1, published.shape[-1])
         # In the head's own dtype: exact, and half the memory of an fp32 copy.
         self.initial = self.published.clone()
-        self.weights = Double(self.published.to(torch.float32, copy=True))
+        self.weights = Double(self.published.to(torch.float32, copy=True), in_place)
         self.moments = [Double(torch.zeros_like(self.weights.live)) for _ in range(2 if rule.adam else 0)]
-        self._scratch = torch.empty_like(self.weights.live) if rule.adam else None
+        self._step = torch.empty_like(self.weights.live) if rule.adam else None
         self._rule = rule
         self._moved = False
-        self.initial_norm = self.norm = self._candidate_norm = _norm(self.weights.live)
+        self.initial_norm = _norm(self.weights.live)
+        self.reach = self.initial_norm  # a bound on ‖W‖, and so on each entry: ‖W₀‖ and the length of all steps
         self.path = 0.0
 
-    def pull(self, keep: float) -> None:
-        """W ← W₀ + keep·(W - W₀), as the start of a candidate."""
-        old, new = self.weights.advance()
-        assert old is not new, "the pull towards the initial weights comes before the steps"
-        # lerp from W₀ is exact where W = W₀, so weights that never moved stay bit-identical.
-        new.copy_(self.initial).lerp_(old, keep)
-
-    def step(self, gradient: Factors, norm: float, scale: float, count: int) -> None:
-        """Write one step into the candidate.
-
-        Args:
-            gradient: of [r, H].
-            norm: its Frobenius norm.
-            scale: factor of the gradient (clipping).
-            count: Adam's step number, from 1.
-        """
+    def prepare(self, gradient: Factors, norm: float, scale: float, count: int) -> None:
+        """Measure one step; see ``Form.prepare``."""
+        self._gradient, self._size = gradient, self._rule.lr * scale
         if self._rule.adam:
-            self.path += self._adam(gradient, scale, count)
-            return
-        old, new = self.weights.advance()
-        torch.addmm(old, gradient.left.t(), gradient.right, alpha=-self._rule.lr * scale, out=new)
-        self.path += self._rule.lr * scale * norm
+            self._size, norm = self._adam(gradient, scale, count)
+        self.path += self._size * norm
 
-    def _adam(self, gradient: Factors, scale: float, count: int) -> float:
-        """One Adam step; returns its length."""
-        rule, g = self._rule, self._scratch
+    def _adam(self, gradient: Factors, scale: float, count: int) -> tuple[float, float]:
+        """Adam's direction into the scratch; returns its factor and its norm."""
+        rule, g = self._rule, self._step
         assert g is not None
-        (old, new), (mean, new_mean), (square, new_square) = (
-            double.advance() for double in (self.weights, *self.moments)
-        )
-        torch.addmm(g, gradient.left.t(), gradient.right, beta=0, alpha=scale, out=g)
+        (mean, new_mean), (square, new_square) = (double.advance() for double in self.moments)
+        torch.addmm(g, gradient.left.t().float(), gradient.right, beta=0, alpha=scale, out=g)
         torch.lerp(mean, g, 1 - rule.beta1, out=new_mean)
         torch.mul(square, rule.beta2, out=new_square).addcmul_(g, g, value=1 - rule.beta2)
         # eps is scaled rather than the second moment: the same formula with one pass over memory less.
         correction = math.sqrt(1 - rule.beta2**count)
         torch.sqrt(new_square, out=g).add_(rule.eps * correction)
         torch.div(new_mean, g, out=g)
-        size = rule.lr * correction / (1 - rule.beta1**count)
-        torch.add(old, g, alpha=-size, out=new)
-        return size * _norm(g)
+        return rule.lr * correction / (1 - rule.beta1**count), _norm(g)
 
     def drift(self) -> float:
-        """Length of the candidate's steps over ‖W‖ before them (an upper bound of ‖ΔW‖/‖W‖ if several)."""
-        return self.path / self.norm if self.norm else math.inf
+        return self.path / self.initial_norm if self.initial_norm else math.inf
 
     def finite(self) -> bool:
-        """Whether the candidate can be published: no entry exceeds the norm, nor the norm the dtype."""
-        self._candidate_norm = _norm(self.weights.latest)
-        return self._candidate_norm <= torch.finfo(self.published.dtype).max
+        return self.reach + self.path <= torch.finfo(self.published.dtype).max
 
-    def publish(self) -> None:
-        """Make the draft read the candidate, or the live weights where there is none."""
-        self.published.copy_(self.weights.latest)
+    def write(self, keep: float) -> None:
+        """Pull, step and publish; see ``Form.write``."""
+        old, new = self.weights.advance()
+        left, right = self._gradient.left, self._gradient.right.to(self._gradient.left.dtype)
+        for start in range(0, len(new), BLOCK):
+            rows = slice(start, start + BLOCK)
+            block = new[rows]
+            if new is not old:
+                block.copy_(old[rows])
+            if keep < 1:
+                # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
+                block.lerp_(self.initial[rows].float(), 1 - keep)
+            direction = (left[:, rows].t() @ right).float() if self._step is None else self._step[rows]
+            block.sub_(direction, alpha=self._size)
+            self.published[rows].copy_(block)
 
     def settle(self, keep: bool) -> None:
-        """End a transaction: the candidate, if found finite, becomes live, or it is dropped."""
-        for double in (self.weights, *self.moments):
-            double.settle(keep)
-        self.path = 0.0
+        """End a transaction: the candidate becomes live, or it is dropped."""
+        for moment in self.moments:
+            moment.settle(keep)
+        if self.weights.settle(keep):
+            self.published.copy_(self.weights.live)
         if keep:
-            self.norm = self._candidate_norm
+            self.reach += self.path
             self._moved = True
+        self.path = 0.0
 
     def restore(self) -> None:
         """Back to the initial weights and moments; free where nothing was ever committed."""
@@ -143,19 +141,19 @@ class Master:
         self.published.copy_(self.initial)
         for moment in self.moments:
             moment.live.zero_()
-        self.norm = self.initial_norm
+        self.reach = self.initial_norm
         self._moved = False
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.weights.live, "moments": [m.live for m in self.moments], "moved": self._moved}
+        moments = [m.live for m in self.moments]
+        return {"weights": self.weights.live, "moments": moments, "moved": self._moved, "reach": self.reach}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.weights.live.copy_(state["weights"])
         for moment, kept in zip(self.moments, state["moments"], strict=True):
             moment.live.copy_(kept)
-        self._moved = state["moved"]
-        self.norm = _norm(self.weights.live)
-        self.publish()
+        self._moved, self.reach = state["moved"], state["reach"]
+        self.published.copy_(self.weights.live)
 
     def distance(self) -> float:
         """‖W - W₀‖ / ‖W₀‖ of the masters."""

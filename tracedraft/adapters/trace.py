@@ -13,18 +13,11 @@ from typing import Any
 
 import torch
 
-from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained
+from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained, check
+from tracedraft.adapters.dense import Dense
 from tracedraft.adapters.memory import Replay, Window
-from tracedraft.adapters.objective import (
-    Batch,
-    Factors,
-    Rows,
-    gain_gradient,
-    kl_gradient,
-    served_kl,
-    weighted,
-)
-from tracedraft.adapters.optim import Master, Rule
+from tracedraft.adapters.objective import Batch, Rows, served_kl, weighted
+from tracedraft.adapters.optim import Rule
 from tracedraft.errors import UserError
 from tracedraft.interfaces import InnerAdapter, InnerAdapterSpec
 from tracedraft.types import Evidence, OutputHead, Update
@@ -94,7 +87,7 @@ class TraceSpec(InnerAdapterSpec):
 
     def __post_init__(self) -> None:
         """Raises UserError for settings that cannot work."""
-        _check(self)
+        check(self)
 
     def build(self, head: OutputHead | None, seed: int) -> TraceAdapter:
         """Raises UserError if the draft has no head."""
@@ -103,38 +96,6 @@ class TraceSpec(InnerAdapterSpec):
                 f"adapter={self.name}: the draft has no output head to train; use adapter=fixed, or another draft"
             )
         return TraceAdapter(self, head, seed)
-
-
-def _check(spec: TraceSpec) -> None:
-    """One rule a line: key, whether its value works, what would."""
-    prompt = spec.source is not Supervision.response
-    response = spec.source is not Supervision.prompt
-    ever = spec.every or spec.at_rounds or spec.at_prefill
-    optional = {key: getattr(spec, key) for key in ("clip", "drift_cap", "anchor_half_life")}
-    rules = [
-        ("every", spec.every >= 0, "at least 0"),
-        ("every", ever, "every, at_rounds or at_prefill; adapter=fixed never updates"),
-        ("at_rounds", all(r >= 1 for r in spec.at_rounds), "rounds from 1; at_prefill is before the first"),
-        ("at_prefill", prompt or not spec.at_prefill, "false with source=response: it has no position then"),
-        ("prompt_weight", 0 < spec.prompt_weight < 1, "between 0 and 1; see source"),
-        ("window", spec.window >= 1, "at least 1"),
-        ("prompt_positions", spec.prompt_positions >= 1, "at least 1; see source=response"),
-        ("lr", 0 <= spec.lr < math.inf, "a finite number, at least 0"),
-        ("beta1", 0 <= spec.beta1 < 1, "in [0, 1)"),
-        ("beta2", 0 <= spec.beta2 < 1, "in [0, 1)"),
-        ("eps", spec.eps > 0, "above 0"),
-        ("steps", spec.steps >= 1, "at least 1"),
-        ("temperature", 0 < spec.temperature < math.inf, "above 0"),
-        ("min_positions", spec.min_positions >= 1, "at least 1"),
-        ("replay_mib", 0 <= spec.replay_mib < math.inf, "at least 0"),
-        ("replay_mib", response or not spec.replay_mib, "0 with source=prompt: it replays responses"),
-        ("replay_positions", spec.replay_positions >= 1, "at least 1; see replay_mib=0"),
-        ("replay_weight", 0 < spec.replay_weight < math.inf, "above 0; see replay_mib=0"),
-        *((key, value is None or value > 0, "above 0, or null") for key, value in optional.items()),
-    ]
-    for key, works, want in rules:
-        if not works:
-            raise UserError(f"adapter.{key}={getattr(spec, key)!r}: expected {want}")
 
 
 @dataclass
@@ -154,12 +115,9 @@ class TraceAdapter(InnerAdapter):
         self.spec = spec
         self.head = head
         rule = Rule(spec.optimizer is Optimizer.adam, spec.lr, spec.beta1, spec.beta2, spec.eps)
-        trained = {"norm": head.norm, "weight": head.weight}
-        if spec.train is Trained.norm:
-            del trained["weight"]
-        if spec.train is Trained.head:
-            del trained["norm"]
-        self.masters = {key: Master(tensor, rule) for key, tensor in trained.items()}
+        trained = {Trained.norm: {"norm"}, Trained.head: {"weight"}, Trained.both: {"norm", "weight"}}[spec.train]
+        # What is known before a step is written can't be wrong about one step alone.
+        self.form = Dense(head, trained, rule, spec.temperature, in_place=spec.steps == 1 and not spec.guard)
         self.windows: dict[str, Window] = {}
         if spec.source is not Supervision.response:
             self.windows["prompt"] = Window(head, spec.prompt_positions, False, spec.temperature)
@@ -178,8 +136,7 @@ class TraceAdapter(InnerAdapter):
         """Reset: back to the initial draft, optimiser and draws, so that no conversation knows another."""
         if self.spec.scope is Scope.stream:
             return
-        for master in self.masters.values():
-            master.restore()
+        self.form.restore()
         self.replay.clear()
         self.draws.manual_seed(self._seed)
         self.count = 0
@@ -188,6 +145,7 @@ class TraceAdapter(InnerAdapter):
         """A turn's prompt holds the turns before it, so positions start anew."""
         for window in self.windows.values():
             window.clear()
+        self.form.begin_response()
         self._collecting = True
 
     @torch.no_grad()
@@ -212,12 +170,15 @@ class TraceAdapter(InnerAdapter):
             return self._report(round, _Trial("too few positions", 0), {s: len(i) for s, i in slots.items()})
         drawn = self.draws.get_state()
         train, held = self._draw(slots)
+        before = served_kl(held, self.head, spec.temperature) if held is not None else None
         trial = self._train(weighted(train))
-        drift = {key: master.drift() for key, master in self.masters.items()} if trial.grad_norm is not None else {}
-        kl = self._guard(trial, held) if held is not None and not trial.reason else (None, None)
-        self._settle(trial)
+        drift = self.form.drift() if trial.grad_norm is not None else {}
+        kl = self._guard(trial, held, before)
+        self.form.settle(not trial.reason)
         if trial.reason:
             self.draws.set_state(drawn)
+        else:
+            self.count = trial.count
         return self._report(round, trial, {s: len(rows) for s, (rows, _) in train.items()}, drift, kl)
 
     def end_response(self) -> None:
@@ -229,24 +190,22 @@ class TraceAdapter(InnerAdapter):
         """Persistent's weights, optimiser, replay and draws; Reset starts each conversation anew."""
         if self.spec.scope is Scope.conversation:
             return None
-        masters = {key: master.state() for key, master in self.masters.items()}
         return {
-            "masters": masters,
+            "form": self.form.state(),
             "replay": self.replay.state(),
             "draws": self.draws.get_state(),
             "count": self.count,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for key, master in self.masters.items():
-            master.load_state(state["masters"][key])
+        self.form.load_state(state["form"])
         self.replay.load_state(state["replay"])
         self.draws.set_state(state["draws"])
         self.count = state["count"]
 
     def drift(self) -> dict[str, float]:
         """‖W - W₀‖ / ‖W₀‖ of each trained tensor."""
-        return {key: master.distance() for key, master in self.masters.items()}
+        return self.form.distance()
 
     def anchor_lambda(self) -> dict[str, float]:
         """The λ of λ·‖W - W₀‖²/‖W₀‖² under plain SGD that pulls as the half-life does, by trained tensor.
@@ -256,7 +215,7 @@ class TraceAdapter(InnerAdapter):
         if self.spec.anchor_half_life is None or not self.spec.lr:
             return {}
         decay = 1 - 2 ** (-1 / self.spec.anchor_half_life)
-        return {key: decay * m.initial_norm**2 / (2 * self.spec.lr) for key, m in self.masters.items()}
+        return {key: decay * norm**2 / (2 * self.spec.lr) for key, norm in self.form.initial_norms.items()}
 
     def _scheduled(self, round: int) -> bool:
         if round == 0:
@@ -284,20 +243,14 @@ class TraceAdapter(InnerAdapter):
         return train, weighted(held) if any(len(rows) for rows, _ in held.values()) else None
 
     def _train(self, batch: Batch) -> _Trial:
-        """Make a candidate: the pull towards the initial weights, then the steps.
+        """Make a candidate: the pull towards the initial weights with the first step, then the other steps.
 
-        The first gradient is taken at the weights as served: in bf16 its two products with the head cost a
-        third of what fp32 masters cost, and it is the served draft that should improve.
+        Each step is measured before it is written, so one that must not stand leaves nothing to undo.
         """
-        trial = _Trial("", self.count)
-        at = {"norm": self.head.norm, "weight": self.head.weight}
-        if self.spec.anchor_half_life is not None:
-            for master in self.masters.values():
-                master.pull(2 ** (-1 / self.spec.anchor_half_life))
-        for step in range(self.spec.steps):
-            if step:
-                at |= {key: master.weights.latest for key, master in self.masters.items()}
-            loss, gradients = self._gradients(batch, at["norm"].flatten(), at["weight"])
+        spec, form, trial = self.spec, self.form, _Trial("", self.count)
+        keep = 2 ** (-1 / spec.anchor_half_life) if spec.anchor_half_life is not None else 1.0
+        for _ in range(spec.steps):
+            loss, gradients = form.gradients(batch)
             if not math.isfinite(loss):
                 trial.reason = "non-finite loss"
                 return trial
@@ -306,48 +259,29 @@ class TraceAdapter(InnerAdapter):
             if not math.isfinite(total):
                 trial.reason = "non-finite gradient"
                 return trial
-            if step == 0:
+            if trial.grad_norm is None:
                 trial.loss, trial.grad_norm = loss, total
-            scale = min(1.0, self.spec.clip / total) if self.spec.clip and total else 1.0
+            scale = min(1.0, spec.clip / total) if spec.clip and total else 1.0
             trial.count += 1
-            for key, master in self.masters.items():
-                master.step(gradients[key], norms[key], scale, trial.count)
-        cap = self.spec.drift_cap
-        if not all(master.finite() for master in self.masters.values()):
-            trial.reason = "non-finite weights"
-        elif cap is not None and any(master.drift() > cap for master in self.masters.values()):
-            trial.reason = "drift over cap"
+            form.prepare(gradients, norms, scale, trial.count)
+            if not form.finite():
+                trial.reason = "non-finite weights"
+                return trial
+            if spec.drift_cap is not None and any(drift > spec.drift_cap for drift in form.drift().values()):
+                trial.reason = "drift over cap"
+                return trial
+            form.write(keep)
+            keep = 1.0
         return trial
 
-    def _gradients(self, batch: Batch, gain: torch.Tensor, weight: torch.Tensor) -> tuple[float, dict[str, Factors]]:
-        """Loss and gradients at the gain [H] and head [D, H]."""
-        loss, residual, normed, unit = kl_gradient(batch, gain, weight, self.head.eps, self.spec.temperature)
-        gradients = {}
-        if "weight" in self.masters:
-            gradients["weight"] = Factors(residual, normed)
-        if "norm" in self.masters:
-            row = gain_gradient(residual, weight, unit).unsqueeze(0)
-            gradients["norm"] = Factors(row.new_ones(1, 1), row)
-        return loss, gradients
-
-    def _guard(self, trial: _Trial, held: Batch) -> tuple[float, float]:
-        """KL at held-out positions of the served head, before and after the candidate is published."""
-        before = served_kl(held, self.head, self.spec.temperature)
-        for master in self.masters.values():
-            master.publish()
+    def _guard(self, trial: _Trial, held: Batch | None, before: float | None) -> tuple[float | None, float | None]:
+        """KL at held-out positions of the head as served, before and after; what raises it must not stand."""
+        if held is None or before is None or trial.reason:
+            return None, None
         after = served_kl(held, self.head, self.spec.temperature)
         if not after <= before + GUARD_TOLERANCE:
             trial.reason = "held-out KL rose"
         return before, after
-
-    def _settle(self, trial: _Trial) -> None:
-        keep = not trial.reason
-        for master in self.masters.values():
-            master.settle(keep)
-            if keep or self.spec.guard:
-                master.publish()
-        if keep:
-            self.count = trial.count
 
     def _report(
         self,

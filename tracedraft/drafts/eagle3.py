@@ -12,7 +12,7 @@ from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
-from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
+from tracedraft.models.decoder import KVCache, causal_mask, rope_table
 from tracedraft.models.packing import pack
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
@@ -32,12 +32,16 @@ class Eagle3Draft(Draft):
     def head(self) -> OutputHead:
         return self._head
 
+    @property
+    def row_bytes(self) -> int:
+        layer = self.model.config.layer
+        return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.norm.weight.element_size())
+
     def begin(self, capacity: int) -> None:
         layer = self.model.config.layer
         like = self.model.norm.weight
         self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
-        frequencies = rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling)
-        self.rope = Rope(frequencies.to(like.device), capacity, like.dtype)
+        self.rope = rope_table(layer, capacity, like.device, like.dtype)
         self.groups = layer.heads // layer.kv_heads
         self.length = 0
 

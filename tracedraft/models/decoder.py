@@ -53,6 +53,11 @@ class Rope:
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def rope_table(config: DecoderConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> Rope:
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    return Rope(frequencies.to(device), capacity, dtype)
+
+
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embeddings, half-split layout, to x [B, heads, T, E]."""
     cos, sin = rope
@@ -190,9 +195,7 @@ class Decoder(nn.Module):
         return KVCache(c.layers, batch, c.kv_heads, capacity, c.head_dim, self.norm.weight)
 
     def rope(self, capacity: int) -> Rope:
-        c = self.config
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        return Rope(frequencies.to(self.norm.weight.device), capacity, self.norm.weight.dtype)
+        return rope_table(self.config, capacity, self.norm.weight.device, self.norm.weight.dtype)
 
     def forward(
         self, tokens: Tensor, start: int, cache: KVCache, rope: Rope, taps: tuple[int, ...]

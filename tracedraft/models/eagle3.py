@@ -153,8 +153,11 @@ def load(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Eagle3
 
 
 def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in SafeAILab layout."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``config.json`` and ``model.safetensors`` in SafeAILab layout.
+
+    Raises:
+        UserError: the disk refused it.
+    """
     layer = asdict(model.config.layer)
     raw = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -178,8 +181,9 @@ def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
     }
     state = weights.split_fused(dict(model.state_dict()), model.config.layer)
     state = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
-    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
-    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
+    instead = "choose another folder"
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"), instead)
+    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p), instead)
 
 
 def start_from(

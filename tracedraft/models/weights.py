@@ -17,6 +17,7 @@ from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.models.decoder import DecoderConfig
 
+_CHOOSE = "choose another paths.cache"
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -159,8 +160,8 @@ def sha256_of(files: list[Path], cache: Path) -> str:
     for file in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
-        write_atomically(memo, lambda path: path.write_text(digest.hexdigest()))
+    with contextlib.suppress(UserError):  # a cache that cannot be written costs time only
+        write_atomically(memo, lambda path: path.write_text(digest.hexdigest()), _CHOOSE)
     return digest.hexdigest()
 
 
@@ -170,7 +171,7 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
     De-quantising takes about 15 seconds for 135M parameters, reading the result back under one.
 
     Raises:
-        UserError: the file is not the one that ``sha256`` names.
+        UserError: the file is not the one that ``sha256`` names, or the cache can't be written.
     """
     if not gguf.is_file():
         raise UserError(f"{gguf} is missing; reinstall its package")
@@ -180,10 +181,7 @@ def converted_gguf(gguf: Path, sha256: str, cache: Path) -> Path:
         raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
     folder = cache / "gguf" / sha256[:16]
     if not folder.is_dir():
-        try:
-            write_atomically(folder, lambda path: _convert_gguf(gguf, path))
-        except OSError as error:
-            raise UserError(f"{folder} can't be written ({error.strerror}): choose another paths.cache") from error
+        write_atomically(folder, lambda path: _convert_gguf(gguf, path), _CHOOSE)
     return folder
 
 

