@@ -15,11 +15,10 @@ from checkpoints import saved
 from conftest import chain, tiny
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tracedraft.benchmark import (
     Question,
-    aims_of,
     arm_numbers,
     benchmark,
     interleave,
@@ -69,6 +68,7 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ms a token") == 2
     assert done.stdout.endswith(f"record: {folder}/deep/kept.json\n")
+    assert not (folder / "runs").exists(), "an empty folder was left"
     return json.loads((folder / "deep" / "kept.json").read_text()), done.stdout
 
 
@@ -290,7 +290,3 @@ def test_bad_input_is_named_and_nothing_is_written(tmp_path, override, says):
         benchmark(composed("target=tiny", override), tmp_path)
     assert says in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_config_lists_the_aims_as_data():
-    assert aims_of(composed()) == OmegaConf.to_container(OmegaConf.load(shipped_dir("conf") / "bench.yaml").aims)

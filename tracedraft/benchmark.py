@@ -62,21 +62,22 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     Raises:
         UserError: bad input; nothing is written.
     """
+    check_settings(cfg)
     specs: dict[str, Any] = {group: build_spec(cfg[group], group) for group in ("target", "draft", "decode")}
     adapters = {str(name): build_spec(node, f"adapters.{name}") for name, node in cfg.adapters.items()}
     pairs = RATIOS | {f"{name}_over_{SPECULATION}": (name, SPECULATION) for name in adapters}
-    check_settings(cfg)
-    if unknown := aims_of(cfg).keys() - pairs.keys():
-        raise UserError(f"aims.{min(unknown)}: expected one of {', '.join(pairs)}")
+    aims = aims_of(cfg, pairs)
     specs["workload"], conversations, data = prompts(cfg)
     specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     machine = {**provenance(), "load_average": psutil.getloadavg()[0]}
     served = loaded(specs["target"])
     bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device))
-    arms, drafts, weights = own_arms(bench, specs["draft"], adapters)
-    check_cache(bench, drafts, conversations)
+    built = {name: specs["draft"].build(served.target) for name in (SPECULATION, *adapters)}
+    drafts, weights = {name: draft for name, (draft, _) in built.items()}, built[SPECULATION][1]
+    check_cache(bench, list(drafts.values()), conversations)
     asked = questions(bench, conversations)
+    arms = own_arms(drafts, {SPECULATION: FixedSpec("fixed"), **adapters}, cfg.seed)
     reference, reason = generate_arm(bench, dict(cfg.generate))
     if reference is not None:
         arms = {GENERATE: reference, **arms}
@@ -89,21 +90,24 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
         "prompts": [question.id for question in asked],
         "arms": {name: arm_numbers([answers[name] for answers in done]) for name in arms},
         "ratios": ratios,
-        "aims": {name: verdict(aim, ratios[name], specs) for name, aim in aims_of(cfg).items()},
+        "aims": {name: verdict(aim, ratios[name], specs) for name, aim in aims.items()},
         "parted": {name: parted(bench, asked, done[0], *pair) for name, pair in RATIOS.items()},
         "null_reasons": {GENERATE: reason} if reason else {},
         "specs": plain({**specs, "adapters": adapters}),
         "provenance": {**machine, "fingerprint": identity, "data": data, "draft_weights": weights},
     }
     file = Path(cfg.out) if cfg.out else folder / RESULT
-    said = json.dumps(result, indent=1) + "\n"
-    write_atomically(file, lambda path: path.write_text(said), "choose another out=FILE")
+    content = json.dumps(result, indent=1) + "\n"
+    write_atomically(file, lambda path: path.write_text(content), "choose another out=FILE")
     return result, file
 
 
-def aims_of(cfg: DictConfig) -> dict[str, Any]:
+def aims_of(cfg: DictConfig, ratios: dict[str, Any]) -> dict[str, Any]:
+    """Raises UserError for an aim at what is not compared."""
     aims = OmegaConf.to_container(cfg.aims, resolve=True)
     assert isinstance(aims, dict)
+    if unknown := [str(name) for name in aims if name not in ratios]:
+        raise UserError(f"aims.{unknown[0]}: expected one of {', '.join(ratios)}")
     return {str(name): aim for name, aim in aims.items()}
 
 
@@ -134,22 +138,16 @@ def questions(bench: Bench, conversations: list[Conversation]) -> list[Question]
     return asked
 
 
-def own_arms(
-    bench: Bench, draft: Any, adapters: dict[str, Any]
-) -> tuple[dict[str, Answer], list[Draft], dict[str, str | None]]:
-    """Decoding without a draft, with one that never changes, with one for each adapter; the drafts; their origin."""
+def own_arms(drafts: dict[str, Draft], adapters: dict[str, Any], seed: int) -> dict[str, Answer]:
+    """Decoding without a draft, and with each adapter on a draft of its own."""
 
     def plainly(bench: Bench, prompt: list[int], key: int) -> Response:
         return respond_plainly(bench.served.target, prompt, bench.decode, key, bench.meter)
 
     arms: dict[str, Answer] = {PLAIN: plainly}
-    drafts: list[Draft] = []
-    weights: dict[str, str | None] = {}
-    for name, adapter in {SPECULATION: FixedSpec("fixed"), **adapters}.items():
-        built, weights = draft.build(bench.served.target)
-        drafts.append(built)
-        arms[name] = speculating(built, adapter.build(built.head, bench.seed))
-    return arms, drafts, weights
+    for name, draft in drafts.items():
+        arms[name] = speculating(draft, adapters[name].build(draft.head, seed))
+    return arms
 
 
 def speculating(draft: Draft, adapter: InnerAdapter) -> Answer:
