@@ -56,7 +56,9 @@ def test_the_summary_says_where_the_run_comes_from(done):
     origin = summary["provenance"]
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     contents = {"target": None, "draft": None, "workload": origin["data"]["sha256"]}
-    assert origin["fingerprint"] == fingerprint({**specs, "seed": cfg.seed, "plain": cfg.plain}, contents)
+    assert origin["fingerprint"] == fingerprint(
+        {**specs, "seed": cfg.seed, "plain": cfg.plain, "measure": cfg.measure}, contents
+    )
     shipped = (ASSETS / "workloads" / "sample_chat.jsonl").read_bytes()
     assert origin["data"]["sha256"] == hashlib.sha256(shipped).hexdigest()
     assert all(origin["versions"][name] for name in ("python", "torch", "tracedraft"))
