@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import saved, spec
 from conftest import CPU, chain, recompute, tiny
-from test_models import saved, spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
