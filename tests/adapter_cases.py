@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained
+from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained, Weights
 from tracedraft.adapters.trace import TraceAdapter, TraceSpec
 from tracedraft.types import Evidence, OutputHead, Update
 
@@ -26,11 +27,14 @@ BASE = TraceSpec(
     selection=Selection.recent,
     window=64,
     prompt_positions=64,
+    form=Weights.dense,
+    max_rows=256,
     optimizer=Optimizer.sgd,
     lr=0.1,
     beta1=0.9,
     beta2=0.999,
     eps=1e-8,
+    skip=0.0,
     steps=1,
     train=Trained.both,
     temperature=1.0,
@@ -82,11 +86,17 @@ def serve(adapter, *pieces: Evidence, round: int = 1) -> Update | None:
 def snapshot(adapter: TraceAdapter) -> list[Tensor]:
     """Everything that a rollback or a reset has to bring back."""
     kept = [adapter.head.norm, adapter.head.weight, adapter.draws.get_state(), torch.tensor(adapter.count)]
-    for master in adapter.form.masters.values():
-        kept += [master.weights.live, *(m.live for m in master.moments)]
+    kept += [*leaves(adapter.form.state()), *(adapter.head.low_rank or ())]
     n = len(adapter.replay)
     kept += [torch.tensor(n), adapter.replay._features[:n], adapter.replay._teacher[:n]]
     return [t.detach().clone() for t in kept]
+
+
+def leaves(state: Any) -> list[Tensor]:
+    """Every value in nested containers, as tensors."""
+    if isinstance(state, dict | list):
+        return [leaf for part in (state.values() if isinstance(state, dict) else state) for leaf in leaves(part)]
+    return [] if state is None else [torch.as_tensor(state)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

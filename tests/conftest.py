@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tracedraft.config import shipped_dir
-from tracedraft.decode import ChainSpec
+from tracedraft.decode import ChainSpec, TreeSpec
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.meter import Meter
 from tracedraft.models import architectures, eagle3, weights
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.target import LlamaTarget, Served, default_taps
+from tracedraft.training import corpus as corpora
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
+SHORT = {
+    "max_new_tokens": 40,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "acceptance": "exact",
+    "prefill_chunk": 16,
+    "cache_bucket": 64,
+}
 
 
 # Tiny models are fastest on one thread, and threads that wait by spinning starve each other on a busy machine.
@@ -77,6 +89,18 @@ def in_child(action: Callable[[], object], seconds: float | None) -> bool:
     return not os.WIFSIGNALED(status)
 
 
+@contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: what a full disk does to whoever writes."""
+    ignored, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
 @pytest.fixture
 def meter() -> Meter:
     return Meter(CPU)
@@ -107,6 +131,16 @@ def golden_decoder(tmp_path_factory) -> Decoder:
     return weights.load_decoder(folder, architectures.read_decoder_config(folder), torch.float32, "cpu")
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> list[Path]:
+    """Shards of text by the tiny target of ``training_cases``; not to be changed."""
+    from training_cases import synthesise
+
+    folder = tmp_path_factory.mktemp("corpus")
+    synthesise(folder)
+    return corpora.shards(folder)
+
+
 @pytest.fixture
 def golden_target(golden_decoder) -> LlamaTarget:
     return LlamaTarget(golden_decoder, default_taps(8), frozenset(), 512)
@@ -130,8 +164,11 @@ def tiny(dtype: str, seed: int = 0) -> Served:
 
 
 def chain(**changes) -> ChainSpec:
-    base = {"chain_length": 5, "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    return ChainSpec("chain", **(base | {"prefill_chunk": 16, "cache_bucket": 64, "acceptance": "exact"} | changes))
+    return ChainSpec(name="chain", **({"chain_length": 5} | SHORT | changes))
+
+
+def tree(**changes) -> TreeSpec:
+    return TreeSpec(name="tree", **({"tree_nodes": 24, "tree_depth": 5, "tree_top_k": 6} | SHORT | changes))
 
 
 def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:

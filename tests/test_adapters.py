@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import weakref
 
@@ -280,7 +281,7 @@ def test_windows_keep_the_latest_or_a_uniform_sample():
     head, draws = make_head(), torch.Generator().manual_seed(0)
     counts = torch.zeros(30)
     for trial in range(400):
-        window = Window(head, 10, recent=trial == 0, temperature=1.0)
+        window = Window(head, 10, recent=trial == 0, temperature=1.0, numbers=itertools.count())
         for start in range(0, 30, 5):
             piece = evidence(5, head)
             marked = torch.arange(start, start + 5.0).unsqueeze(-1).expand(5, H)
@@ -397,4 +398,4 @@ def test_every_yaml_lists_every_field_and_builds(path):
 
 
 def test_yamls_are_there():
-    assert {"fixed", "reset", "persistent", "reset_published"} <= {path.stem for path in YAMLS}
+    assert {"fixed", "reset", "persistent", "reset_published", "reset_lowrank"} <= {path.stem for path in YAMLS}

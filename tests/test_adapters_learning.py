@@ -10,8 +10,8 @@ import torch
 from adapter_cases import DTYPES, D, H, V, evidence, kl_to, make, make_head, serve
 
 from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Supervision, Trained
-from tracedraft.adapters.objective import Batch, Factors, Rows, kl_gradient, negentropy
-from tracedraft.types import Evidence
+from tracedraft.adapters.objective import Batch, Rows, factors, kl_gradient, negentropy
+from tracedraft.types import Evidence, OutputHead
 
 # The gradient
 
@@ -30,7 +30,7 @@ def test_gradient_equals_autograd(dtype, temperature):
     expected.backward()
 
     exact = dataclasses.replace(head, norm=head.norm.float(), weight=head.weight.float())
-    batch = Batch(Rows(features, p, negentropy(p)), c)
+    batch = Batch(Rows(features, p, negentropy(p), torch.arange(len(p))), c)
     loss, gradients = make(exact, temperature=temperature).form.gradients(batch)
     # Both sides are fp32 with sums of at most 24 terms of order 1: a few units of 1e-7 each.
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -43,9 +43,49 @@ def test_gradient_equals_autograd(dtype, temperature):
 @pytest.mark.parametrize("n", [1, 7, 64])
 def test_gram_norm_equals_explicit_norm(n):
     g = torch.Generator().manual_seed(n)
-    factors = Factors(torch.randn(n, D, generator=g), torch.randn(n, H, generator=g))
+    left, right = torch.randn(n, D, generator=g), torch.randn(n, H, generator=g)
     # fp32 rounding of sums over at most 64 positions.
-    assert factors.norm() == pytest.approx((factors.left.t() @ factors.right).norm().item(), rel=1e-5)
+    assert factors(left, right, 0.0).norm == pytest.approx((left.t() @ right).norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("skip", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_left_out_hold_at_most_their_share(skip, dtype):
+    """Of a gradient whose rows differ by orders of magnitude, as those of a vocabulary do."""
+    g = torch.Generator().manual_seed(0)
+    left = (torch.randn(64, 8000, generator=g) * 10 ** (-12 * torch.rand(8000, generator=g))).to(dtype)
+    right = torch.randn(64, H, generator=g)
+    made, whole = factors(left, right, skip), left.float().t() @ right
+    rest = whole.clone()
+    rest[made.rows] = 0
+    assert 0 < len(made.rows) < 4000
+    assert torch.equal(made.left, left[:, made.rows])
+    assert rest.square().sum() <= skip * whole.square().sum()
+    assert made.norm == pytest.approx(whole.norm().item(), rel=1e-5 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("half_life", [None, 4.0])
+def test_a_step_that_leaves_rows_out_writes_the_others_as_ever(half_life):
+    """A large vocabulary of which the teacher and the draft both leave most alone."""
+    g = torch.Generator().manual_seed(0)
+    size = 4096
+    head = OutputHead(torch.ones(H), 3 * torch.randn(size, H, generator=g), 1e-5, torch.arange(size))
+    heads = {
+        skip: dataclasses.replace(head, weight=head.weight.clone(), norm=head.norm.clone()) for skip in (0, 1e-6)
+    }
+    logits = 20 * torch.randn(16, size, generator=g)
+    piece = Evidence("response", torch.randn(16, H, generator=g), logits.__getitem__)
+    for skip, served in heads.items():
+        adapter = make(served, skip=skip, lr=0.5, scope=Scope.stream, anchor_half_life=half_life)
+        for _ in range(3):
+            assert serve(adapter, piece).committed
+        assert torch.equal(served.weight, adapter.form.masters["weight"].weights.live)
+    moved = heads[0].weight - head.weight
+    still = (heads[1e-6].weight == head.weight).all(1)
+    assert 1000 < still.sum() < size
+    # Each of three steps may leave out a thousandth of its gradient's norm.
+    assert (heads[1e-6].weight - heads[0].weight).norm() < 3e-3 * moved.norm()
+    torch.testing.assert_close(heads[1e-6].norm, heads[0].norm, rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("optimizer", list(Optimizer))
@@ -160,7 +200,7 @@ def test_kl_gradient_is_zero_at_the_teacher():
     head, g = make_head(), torch.Generator().manual_seed(2)
     features = torch.randn(5, H, generator=g)
     p = head.logits(features).softmax(-1)
-    rows = Rows(features, p, negentropy(p))
+    rows = Rows(features, p, negentropy(p), torch.arange(len(p)))
     batch = Batch(rows, torch.full((5,), 0.2))
     loss, residual, _, _ = kl_gradient(batch, head.norm, head.eps, 1.0, lambda x: x @ head.weight.t())
     assert abs(loss) < 1e-6  # differences of fp32 sums of order 3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
+from omegaconf import OmegaConf
 
 from tracedraft import cli, measure
 from tracedraft.drafts.eagle3 import lens
@@ -106,7 +109,8 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    assert all(f"  {command} " in out for command in ("run", "train", "prepare"))
+    commands = ("run", "train", "eval-draft", "export", "bench", "prepare")
+    assert all(f"  {command} " in out for command in commands)
     assert tell(cli.main) == (2, "", out)
 
 
@@ -127,6 +131,31 @@ def test_help_lists_the_options_of_each_group(tell):
         assert line in out
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(cli.run, "config"), (cli.train, "train"), (cli.eval_draft, "eval-draft"), (cli.prepare, "prepare")],
+)
+def test_help_says_what_often_used_keys_mean_and_they_exist(tell, command, name):
+    code, out, err = tell(command, "--help")
+    assert (code or 0, err) == (0, "")
+    used, _, _ = out.partition("== Configuration groups ==")
+    keys = re.findall(r"^  ([a-z][\w.]*)=\S+ +\S", used, re.MULTILINE)
+    assert len(keys) >= 2
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose(name, return_hydra_config=True)
+    assert [key for key in keys if OmegaConf.select(cfg, key, default="no") == "no"] == []
+
+
+@pytest.mark.parametrize("entry", [cli.run, cli.eval_draft, cli.train])
+def test_bad_input_leaves_nothing_behind_but_what_was_there(tell, tmp_path, entry):
+    bad = ("target=tiny", "threads=0", f"paths.runs={tmp_path}/deep/runs")
+    assert tell(entry, *bad)[0] == 2
+    assert not (tmp_path / "deep").exists()
+    (tmp_path / "deep").mkdir()
+    assert tell(entry, *bad)[0] == 2
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
 def test_run_through_the_console_script(tell, tmp_path):
     code, out, _ = tell(cli.main, "run", *TINY, "adapter=fixed", f"paths.runs={tmp_path}/runs")
     assert code == 0
@@ -139,6 +168,16 @@ def test_run_through_the_console_script(tell, tmp_path):
 def test_prepare_says_that_the_target_is_ready(tell):
     code, out, err = tell(cli.main, "prepare", "target=tiny")
     assert (code, out, err) == (0, "target tiny is ready\n", "")
+
+
+def test_export_says_where_the_draft_is(tell, tmp_path):
+    source, out = saved_draft(tmp_path / "draft"), tmp_path / "out"
+    command = ("export", "target=tiny", *with_draft(source), "layout=speculators", f"out={out}")
+    assert tell(cli.main, *command) == (0, f"speculators draft: {out}\n", "")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    code, printed, err = tell(cli.main, *command)
+    assert (code, printed) == (2, "")
+    assert "exists already; give a new folder" in one_line(err)
 
 
 def test_train_refuses_a_draft_without_a_trainer(tell, tmp_path):
@@ -238,7 +277,10 @@ def test_an_unknown_key_is_named(refused):
         (["target.dtype=int3"], ["target.dtype='int3'", "bfloat16"]),
         (["target=llama", "target.drafts.eagle3=x"], ["target.path"]),
         (["draft=eagle3"], ["draft.path", "draft=tiny"]),
-        (["draft=eagle3", "draft.path=no/such"], ["draft.path='no/such'", "tracedraft.train"]),
+        (["draft=eagle3", "draft.path=./no/such"], ["draft.path='./no/such'", "tracedraft.train"]),
+        (["draft=eagle3", "draft.path=./no/such", "draft.tap_ids=both"], ["draft.tap_ids", "both"]),
+        (["draft=eagle3", "draft.path=./no/such", "draft.rope_theta=0"], ["draft.rope_theta=0", "above 0"]),
+        (["keep_learner=maybe"], ["keep_learner='maybe'", "true or false"]),
     ],
 )
 def test_a_bad_value_is_named_in_one_line(refused, overrides, parts):

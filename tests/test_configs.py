@@ -88,6 +88,16 @@ def test_every_option_lists_its_whole_spec_and_builds(group, option):
     assert {key: built[key] for key in expected} == expected
 
 
+def test_a_tree_is_as_large_as_the_device_bears():
+    sizes = {}
+    for device in ("cpu", "cuda", "cuda:1"):
+        spec = build_spec(composed("decode=tree", f"target.device={device}").decode, "decode")
+        sizes[device] = (spec.tree_nodes, spec.tree_depth, spec.tree_top_k)
+    assert sizes["cuda"] == sizes["cuda:1"] == (60, 8, 10)  # EAGLE's total_token 60, depth 7, top_k 10
+    assert max(sizes["cpu"]) == 16
+    assert build_spec(composed("decode=tree", "decode.tree_nodes=9").decode, "decode").tree_nodes == 9
+
+
 @pytest.mark.parametrize("text", ["synthesis", "conversations"])
 def test_training_lists_its_whole_specs_and_builds(text):
     cfg = composed(f"text={text}", name="train")
@@ -103,6 +113,29 @@ def test_eval_draft_composes_with_the_run_s_own_options():
     cfg, run = composed(name="eval-draft"), composed()
     for group in ("target", "draft", "workload", "decode"):
         assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
+
+
+def test_export_composes_with_the_run_s_own_options():
+    cfg, run = composed("draft.tap_ids=outputs", name="export"), composed("draft.tap_ids=outputs")
+    for group in ("target", "draft"):
+        assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
+
+
+def test_bench_composes_with_the_run_s_own_options():
+    """But for how much of them it takes."""
+    cfg, run = composed(name="bench"), composed()
+    assert plain(build_spec(cfg.target, "target")) == plain(build_spec(run.target, "target"))
+    assert plain(build_spec(cfg.draft, "draft")) == plain(build_spec(run.draft, "draft"))
+    less = {"max_new_tokens": cfg.decode.max_new_tokens}
+    assert plain(build_spec(cfg.decode, "decode")) == plain(build_spec(run.decode, "decode")) | less
+    for name, node in cfg.adapters.items():
+        own = composed(f"adapter={name}").adapter
+        assert plain(build_spec(node, "adapter")) == plain(build_spec(own, "adapter"))
+    for key in ("workload", "stand_in"):
+        own = composed(
+            f"workload={cfg[key].name}", f"workload.limit={cfg[key].limit}", "workload.max_turns=1"
+        ).workload
+        assert plain(build_spec(cfg[key], key)) == plain(build_spec(own, key))
 
 
 def test_training_composes_with_every_target_and_its_output_follows():
@@ -139,10 +172,11 @@ def test_paths_come_from_the_environment(monkeypatch):
         ("adapter._target_=tracedraft.adapters.trace.Nope", "adapter._target_.*Nope"),
         ("decode.top_p=1.5", "decode.top_p=1.5"),
         ("decode.max_new_tokens=0", "decode.max_new_tokens=0"),
+        ("decode=tree decode.acceptance=rejection", "decode.acceptance=rejection.*decode=chain"),
     ],
 )
 def test_a_bad_field_is_named_in_one_line(override, message):
-    cfg = composed(override)
+    cfg = composed(*override.split())
     with pytest.raises(UserError, match=message) as caught:
         build_all(cfg)
     assert "\n" not in str(caught.value)
@@ -199,6 +233,7 @@ BASE = ("target=smollm2-135m", "draft=eagle3", "workload=gsm8k")
         "seed=1",
         "decode.temperature=0.7",
         "decode.chain_length=4",
+        "decode=tree",
         "workload.limit=5",
         "workload.hub_revision=main",
         "workload=math500",
@@ -206,6 +241,8 @@ BASE = ("target=smollm2-135m", "draft=eagle3", "workload=gsm8k")
         "adapter.clip=1.0",
         "adapter=reset",
         "draft=tiny",
+        "draft.rope_theta=5e5",
+        "draft.norm_output=true",
         "target.dtype=float32",
         "target.seed=1",
     ],

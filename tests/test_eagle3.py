@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import GOLDEN, chain, golden_folder, golden_json, golden_tensors, recompute, tiny
 from safetensors.torch import load_file, save_file
-from test_training import SPEC
+from training_cases import SPEC
 
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import respond
@@ -185,13 +185,6 @@ def test_whole_vocabulary_needs_no_map(tmp_path):
     model = eagle3.load(folder, torch.float32, "cpu")
     assert torch.equal(model.vocab, torch.arange(128))
     assert bool(model.t2d.all())
-
-
-def test_embeddings_in_the_file_are_ignored(tmp_path):
-    folder = golden_folder("eagle3_tiny", tmp_path / "draft")
-    state = load_file(folder / "model.safetensors") | {"embed_tokens.weight": torch.zeros(128, 32)}
-    save_file(state, folder / "model.safetensors")
-    assert "embed_tokens.weight" not in eagle3.load(folder, torch.float32, "cpu").state_dict()
 
 
 @pytest.mark.parametrize(

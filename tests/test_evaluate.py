@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from tracedraft.config import shipped_dir
+from tracedraft.errors import UserError
+from tracedraft.evaluate import evaluate_draft
 
 TINY = ("target=tiny", "draft=tiny", "decode.max_new_tokens=24", "threads=1")
 
@@ -31,6 +36,7 @@ def test_it_reports_each_temperature(result):
     assert [row["temperature"] for row in kept["rows"]] == [0.0, 0.7]
     for row in kept["rows"]:
         assert row["responses"] >= 3
+        assert row["refused"] == 0
         assert row["tau"] == (row["accepted"] + row["rounds"]) / row["rounds"]
         assert row["tokens"] <= row["responses"] + row["accepted"] + row["rounds"]
         assert len(row["acceptance_by_depth"]) == 5
@@ -60,17 +66,41 @@ def test_a_chain_of_one_has_no_further_step(tmp_path):
     eval_draft(tmp_path, "workload=sample_chat", "workload.limit=1", "decode.chain_length=1", "hydra.run.dir=out")
     kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
     assert kept["draft_step_ms"] is None
+    assert "chain_length=1" in kept["null_reasons"]["draft_step_ms"]
+
+
+def test_without_any_answer_there_is_a_result_and_a_reason(tmp_path):
+    eval_draft(tmp_path, "workload=sample_chat", "workload.limit=2", "target.context=8", "hydra.run.dir=out")
+    kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
+    assert kept["draft_step_ms"] is None
+    assert "target.context" in kept["null_reasons"]["draft_step_ms"]
+    assert [(row["responses"], row["refused"], row["tau"]) for row in kept["rows"]] == [(0, 2, None)] * 2
+
+
+def test_a_tree_is_reported_by_depth_too(tmp_path):
+    eval_draft(tmp_path, "workload=sample_chat", "workload.limit=1", "decode=tree", "hydra.run.dir=out")
+    kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
+    assert [len(row["acceptance_by_depth"]) for row in kept["rows"]] == [5, 5]
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("temperatures=[]", "temperatures="),
+        ("temperatures=[]", "temperatures=[]: expected one or more"),
+        ("temperatures=[a]", "temperatures=['a']: expected one or more"),
+        ("temperatures=0.7", "temperatures=0.7: expected one or more"),
+        ("threads=0", "threads=0: expected 1 or more"),
+        ("threads=-1", "threads=-1: expected 1 or more"),
+        ("seed=a", "seed='a': expected"),
         ("temperatures=[-1]", "decode.temperature=-1"),
         ("workload.limit=0", "limit=0"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, override, says):
-    done = eval_draft(tmp_path, override, expect=2)
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
+        cfg = compose("eval-draft", [*TINY, override])
+    with pytest.raises(UserError) as caught:
+        evaluate_draft(cfg, tmp_path / "out")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -205,6 +205,6 @@ def test_failed_write_leaves_nothing(tmp_path):
 
     (tmp_path / "kept").write_text("old")
     with pytest.raises(RuntimeError):
-        weights.write_atomically(tmp_path / "kept", write)
+        weights.write_atomically(tmp_path / "kept", write, "")
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
     assert (tmp_path / "kept").read_text() == "old"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import pytest
 import torch
 from conftest import CPU, chain, plain_greedy, tiny
-from test_run import composed, conversations
+from run_cases import composed, conversations
 
 from tracedraft.decode import audit, respond_plainly
 from tracedraft.measure import measure
 from tracedraft.meter import Meter
+from tracedraft.models.decoder import Layer
 from tracedraft.verify import Sampling, choose, score_gap
 
 PROMPT = list(b"Name three rivers.")
@@ -94,6 +98,27 @@ def test_exact_logits_are_those_of_a_pass_from_nothing(dtype):
     assert target.model.norm.weight.dtype is getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_logits_are_bit_equal_to_a_whole_model_at_that_precision_and_hold_one_layer_of_it(dtype, monkeypatch):
+    target, alive, most = tiny(dtype).target, weakref.WeakSet(), 0
+    above = torch.float64 if dtype == "float32" else torch.float32
+    model = copy.deepcopy(target.model).to(above)
+    size = len(PROMPT)
+    hidden, _ = model(torch.tensor(PROMPT)[None], 0, model.cache(1, size), model.rope(size), ())
+    forward = Layer.forward
+
+    def noting(self, *given):
+        nonlocal most
+        alive.add(self)
+        most = max(most, len(alive))
+        assert self.mlp.down_proj.weight.dtype is above
+        return forward(self, *given)
+
+    monkeypatch.setattr(Layer, "forward", noting)
+    assert torch.equal(target.exact_logits(PROMPT), model.lm_head(hidden[0, -1:])[0])
+    assert most == 1
+
+
 def test_plain_decoding_is_the_targets_own():
     target = tiny("float32").target
     made = respond_plainly(target, PROMPT, chain(max_new_tokens=30), 0, Meter(CPU))
@@ -115,3 +140,12 @@ def test_a_third_arm_without_a_draft_is_timed_beside_the_two(tmp_path):
     whole = {name: sum(summary[name]["seconds"].values()) for name in ("plain", "fixed")}
     assert summary["speedup_over_plain"]["fixed"] == pytest.approx(whole["plain"] / whole["fixed"])
     assert summary["lossless"] is True
+    assert summary["null_reasons"].keys() <= {"acceptance_by_depth", "fixed.acceptance_by_depth"}
+
+
+def test_a_gain_over_plain_decoding_that_is_not_known_has_its_reason(tmp_path):
+    rejection = ("decode.acceptance=rejection", "decode.temperature=1.0")
+    summary = measure(composed("plain=true", "workload.limit=1", *rejection), tmp_path, None)
+    assert summary["speedup_over_plain"] == {"fixed": None, "adapted": None}
+    for arm in ("fixed", "adapted"):
+        assert "same tokens" in summary["null_reasons"][f"speedup_over_plain.{arm}"]

@@ -129,6 +129,7 @@ class Oracle(Draft):
     """Proposes a text that is given. What comes out is the target's own all the same, only in fewer passes."""
 
     head: OutputHead | None = None
+    row_bytes: int = 0
 
     def __init__(self, text: list[int]):
         self.text = text

@@ -1,5 +1,6 @@
 """``measure=acceptance``: replaying the target's recorded part gives the live run's counts, whatever is served."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,14 +11,18 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from tests.conftest import chain, recompute, tiny
+from tests.conftest import CPU, chain, golden_json, recompute, tiny, tree
 from tracedraft import measure as measuring
 from tracedraft import recorded
+from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import shipped_dir
+from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import LogitLensSpec
 from tracedraft.errors import UserError
 from tracedraft.measure import measure
+from tracedraft.meter import Meter
 from tracedraft.records import CONVERSATIONS
+from tracedraft.target import Served
 
 SHORT = ("target=tiny", "draft=tiny", "wandb.mode=disabled", "workload=sample_chat", "workload.limit=2")
 LEARNER = ("adapter.every=2", "adapter.min_positions=1", "adapter.drift_cap=null", "adapter.lr=0.3")
@@ -55,6 +60,23 @@ def test_a_replay_counts_what_the_live_run_counts(learner, temperature, tmp_path
         measuring._REPLAYS.clear()
         measure(composed(tmp_path, *overrides, "measure=acceptance"), tmp_path / attempt, None)
         assert counts(tmp_path / attempt) == live
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_replay_answers_trees_too(golden_target, golden_draft, temperature, tmp_path):
+    """In fp32, where the live tree's rows differ from the replay's linear ones by less than any choice here."""
+    served = Served(golden_target, None, {"sha256": "golden"})
+    prompt = golden_json("eagle3_e2e")["prompts"][0]["prompt"]
+    spec = tree(temperature=temperature, max_new_tokens=60)
+    fixed, made, folder = FixedSpec("fixed").build(None, 0), [], tmp_path / "recordings"
+    for target in (golden_target, recorded.replaying(served, golden_draft("eagle3_tiny"), prompt, spec, 7, folder)):
+        answer = respond(target, golden_draft("eagle3_e2e"), fixed, prompt, spec, 7, Meter(CPU))
+        made.append(dataclasses.replace(answer, seconds={}))
+    assert made[0] == made[1]
+    assert max(made[0].accepted_per_round) > 1
+    [file] = folder.iterdir()
+    recorded.replaying(served, golden_draft("eagle3_e2e"), prompt, spec.linear, 7, folder)
+    assert [file] == list(folder.iterdir()), "a chain in passes of the same width has the same target"
 
 
 def test_it_times_nothing_and_says_so(tmp_path):

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from conftest import CPU, chain, golden_json
+from run_cases import composed
 from scipy.stats import chisquare
-from test_run import composed
 from test_verify import PROMPT, VOCAB, conversation, law_of_three, small_target
 from torch import Tensor
 

@@ -12,10 +12,11 @@ from random import Random
 import pytest
 import torch
 from conftest import in_child
-from test_run import arms, composed, conversations, untimed
+from run_cases import arms, composed, conversations, untimed
 
 from tracedraft.measure import measure
 from tracedraft.records import SUMMARY, read_attempts, read_conversations, read_summary
+from tracedraft.tracking import NullTracker
 
 LEARNING = ("workload=sample_chat", "workload.limit=3", "decode.max_new_tokens=12", "adapter=persistent")
 OFTEN = ("adapter.every=2", "adapter.lr=0.3", "adapter.drift_cap=null", "adapter.min_positions=1")
@@ -68,6 +69,31 @@ def test_a_run_goes_on_after_each_conversation(tmp_path, adapter):
         assert untimed(folder) == expected
         assert [attempt["from"] for attempt in summary["provenance"]["attempts"]] == [0, stop]
         assert list(folder.glob("learner-*")) == []
+
+
+def test_the_mirror_of_each_attempt_shows_all_earlier_rows(tmp_path, monkeypatch):
+    """The newest W&B run of a fingerprint is complete, and equal to that of a run that never stopped."""
+    mirrored: list[list[tuple[int, dict]]] = []
+
+    class Rows(NullTracker):
+        def __init__(self):
+            super().__init__()
+            mirrored.append([])
+
+        def log(self, row, step):
+            mirrored[-1].append((step, {k: v for k, v in row.items() if "tokens_per_s" not in k and k != "speedup"}))
+
+    monkeypatch.setattr("tracedraft.measure.open_tracker", lambda **_: Rows())
+    cfg = composed(*LEARNING, *OFTEN)
+    measure(cfg, tmp_path / "whole", None)
+    _interrupt(cfg, tmp_path / "stopped", 1)
+    _interrupt(cfg, tmp_path / "stopped", 1)
+    measure(cfg, tmp_path / "stopped", None)
+    whole, first, second, last = mirrored
+    assert [step for step, _ in whole] == [0, 1, 2]
+    assert first == whole[:1]
+    assert second == whole[:2]
+    assert last == whole
 
 
 def _interrupt(cfg, folder: Path, after: int) -> None:

@@ -2,62 +2,21 @@
 
 import hashlib
 import json
-import time
 import types
-from pathlib import Path
 
 import pytest
-import wandb
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from run_cases import CHAT, SAMPLED, arms, composed, conversations, prompts_file, untimed
 
+from tracedraft import chat
 from tracedraft import measure as measuring
 from tracedraft import target as target_module
 from tracedraft.adapters.fixed import FixedAdapter
-from tracedraft.config import ASSETS, build_spec, fingerprint, shipped_dir
+from tracedraft.config import ASSETS, build_spec, fingerprint
 from tracedraft.errors import UserError
 from tracedraft.measure import GROUPS, measure
-from tracedraft.meter import PHASES
 from tracedraft.records import ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY
-from tracedraft.tracking import NullTracker
 from tracedraft.types import Response
-
-SHORT = ("target=tiny", "draft=tiny", "wandb.mode=disabled", "workload.limit=2", "decode.max_new_tokens=20")
-CHAT = ("workload=sample_chat", "decode.max_new_tokens=32", "adapter.every=4")
-SAMPLED = ("decode.temperature=0.7", "decode.top_p=0.95")
-
-
-def composed(*overrides: str) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        return compose("config", [*SHORT, *overrides])
-
-
-def conversations(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / CONVERSATIONS).read_text().splitlines()]
-
-
-def untimed(folder: Path) -> list[dict]:
-    """The records of a run without their seconds."""
-    records = conversations(folder)
-    for record in records:
-        for turn in record["turns"]:
-            for arm in turn["arms"].values():
-                assert arm.pop("seconds").keys() == set(PHASES)
-    return records
-
-
-def arms(records: list[dict], name: str) -> list[dict]:
-    return [turn["arms"][name] for record in records for turn in record["turns"]]
-
-
-def prompts_file(folder: Path, *questions: tuple[str, ...]) -> tuple[str, ...]:
-    """Overrides that serve the given conversations in their order."""
-    rows = [{"id": f"q/{i}", "turns": list(turns)} for i, turns in enumerate(questions)]
-    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    order = ("workload.order=file", "workload.limit=null")
-    return ("workload=gsm8k", f"paths.data={folder}", *order)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +56,7 @@ def test_the_summary_says_where_the_run_comes_from(done):
     origin = summary["provenance"]
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     contents = {"target": None, "draft": None, "workload": origin["data"]["sha256"]}
-    assert origin["fingerprint"] == fingerprint({**specs, "seed": cfg.seed, "plain": cfg.plain}, contents)
+    assert origin["fingerprint"] == fingerprint({**specs, "seed": 0, "plain": False, "measure": "time"}, contents)
     shipped = (ASSETS / "workloads" / "sample_chat.jsonl").read_bytes()
     assert origin["data"]["sha256"] == hashlib.sha256(shipped).hexdigest()
     assert all(origin["versions"][name] for name in ("python", "torch", "tracedraft"))
@@ -308,6 +267,20 @@ def test_a_cache_that_cannot_fit_is_refused_before_anything_is_written(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
+def test_memory_counts_every_turn_in_its_template_and_the_drafts(tmp_path, monkeypatch):
+    """Two questions of two turns: the longest prompt that is served, an answer at its limit in it, is the bound."""
+    counted = []
+    monkeypatch.setattr(target_module.LlamaTarget, "check_memory", lambda _, *given: counted.append(given))
+    bucket = ("decode.cache_bucket=1", "decode.prefill_chunk=1", "decode.chain_length=7")
+    cfg = composed(*prompts_file(tmp_path, ("Who?", "Why?"), ("Where?", "When then?")), *bucket)
+    tokenizer = build_spec(cfg.target, "target").build().tokenizer
+    measure(cfg, tmp_path / "run", None)
+    history = [("user", "Where?"), ("assistant", "."), ("user", "When then?")]
+    prompt = chat.encode(tokenizer, [{"role": role, "content": text} for role, text in history])
+    draft = 2 * 2 * 8 * 4  # keys and values, of two heads of eight floats
+    assert counted == [(len(prompt) + 20 + 20 + 8, 2 * draft)]
+
+
 @pytest.mark.parametrize(
     "bad", ["seed=abc", "seed=-1", "seed=1.5", "seed=null", "threads=0", "threads=two", "wandb.mode=dryrun"]
 )
@@ -316,81 +289,3 @@ def test_bad_settings_outside_the_groups_are_named_before_anything_is_written(tm
     with pytest.raises(UserError, match=rf"^{key}='?({value}|None)'?: expected "):
         measure(composed(bad), tmp_path / "run", None)
     assert not (tmp_path / "run").exists()
-
-
-class Spy(NullTracker):
-    """A mirror that notes what it is given and what was on disk then; it may break at one step."""
-
-    def __init__(self, folder: Path, breaks_at: int | None):
-        super().__init__()
-        self.folder, self.breaks_at = folder, breaks_at
-        self.rows: list[dict] = []
-        self.finished: tuple[dict, int] | None = None
-
-    def log(self, row, step):
-        assert step == len(self.rows)
-        assert len(conversations(self.folder)) == step + 1  # on disk before it is mirrored
-        self.rows.append(row)
-        if step == self.breaks_at:
-            raise OSError("the mirror broke")
-
-    def finish(self, summary, exit_code):
-        self.finished = summary, exit_code
-
-
-def spied(monkeypatch, folder: Path, breaks_at: int | None = None) -> tuple[Spy, dict]:
-    spy, opened = Spy(folder, breaks_at), {}
-
-    def open_spy(**kwargs):
-        opened.update(kwargs)
-        return spy
-
-    monkeypatch.setattr(measuring, "open_tracker", open_spy)
-    return spy, opened
-
-
-def test_records_are_written_before_they_are_mirrored(tmp_path, monkeypatch):
-    spy, opened = spied(monkeypatch, tmp_path / "run")
-    summary = measure(composed("workload.limit=3"), tmp_path / "run", "my sweep")
-    assert len(spy.rows) == 3
-    assert spy.finished == ({k: v for k, v in summary.items() if k != "provenance"}, 0)
-    for row, record in zip(spy.rows, conversations(tmp_path / "run"), strict=True):
-        turns = [turn["arms"] for turn in record["turns"]]
-        assert row["rounds"] == sum(turn["adapted"]["rounds"] for turn in turns)
-        assert row["fixed.tokens"] == sum(len(turn["fixed"]["tokens"]) for turn in turns)
-        assert None not in row.values()
-    assert (opened["group"], opened["job_type"]) == ("my sweep", "persistent")
-    assert opened["run_id"].startswith(summary["provenance"]["fingerprint"])
-
-
-def test_what_was_recorded_survives_a_crash(tmp_path, monkeypatch):
-    spy, opened = spied(monkeypatch, tmp_path / "run", breaks_at=1)
-    with pytest.raises(OSError, match="the mirror broke"):
-        measure(composed("workload.limit=3"), tmp_path / "run", None)
-    assert len(conversations(tmp_path / "run")) == 2
-    assert not (tmp_path / "run" / SUMMARY).exists()
-    assert spy.finished == ({}, 1)
-    assert opened["group"] == "single"
-
-
-def test_the_mirror_works_offline(tmp_path, monkeypatch):
-    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "wandb-home"))
-    measure(composed("wandb.mode=offline"), tmp_path / "run", None)
-    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 20
-    while b"fixed.tokens_per_s" not in file.read_bytes():  # W&B's own process may write after finish() returns
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert json.loads((tmp_path / "run" / SUMMARY).read_text())["wandb_error"] is None
-
-
-def test_a_broken_client_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
-    def broken(**_):
-        raise RuntimeError("no such server\nat all")
-
-    monkeypatch.setattr(wandb, "init", broken)
-    measure(composed("wandb.mode=offline"), tmp_path / "run", None)
-    found = json.loads((tmp_path / "run" / SUMMARY).read_text())
-    assert found["wandb_error"] == "wandb init: RuntimeError: no such server"
-    assert found["conversations"] == len(conversations(tmp_path / "run")) == 2

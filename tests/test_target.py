@@ -207,12 +207,15 @@ def test_check_memory(monkeypatch):
         monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
 
     available(100 * 1024)
-    tiny("float32").target.check_memory(100)
+    tiny("float32").target.check_memory(100, 0)
     with pytest.raises(UserError, match=r"cache of 101 tokens needs .*decode\.max_new_tokens or target\.context"):
-        tiny("float32").target.check_memory(101)
-    tiny("bfloat16").target.check_memory(200)
+        tiny("float32").target.check_memory(101, 0)
+    tiny("bfloat16").target.check_memory(200, 0)
+    tiny("bfloat16").target.check_memory(100, 512)
     with pytest.raises(UserError, match="cache of 201 tokens"):
-        tiny("bfloat16").target.check_memory(201)
+        tiny("bfloat16").target.check_memory(201, 0)
+    with pytest.raises(UserError, match="cache of 101 tokens"):
+        tiny("bfloat16").target.check_memory(101, 512)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

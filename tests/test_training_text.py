@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import recompute
-from test_training import SPEC, TEXT, served
+from training_cases import SPEC, TEXT, served
 
 from tracedraft import chat
 from tracedraft.config import ASSETS
@@ -119,12 +120,60 @@ def test_a_draft_trains_on_conversations(tmp_path):
         ('{"messages": [{"role": "bot", "content": "x"}]}', "line 2: expected"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "at least one answer"),
         ('{"turns": ["x"]}', "line 2: expected"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "after a user's message"),
     ],
 )
 def test_a_bad_line_is_named_before_any_work(tmp_path, line, says):
     with pytest.raises(UserError, match=says):
         written(conversations(tmp_path, SHORT, line), tmp_path)
     assert not (tmp_path / "corpus").exists()
+
+
+ROLES_MUST_ALTERNATE = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LAST_ANSWER_ONLY = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OPENS_WITH_A_MARK = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "second", "says"),
+    [
+        (
+            ROLES_MUST_ALTERNATE,
+            [SHORT[0], *SHORT],
+            "line 2: the target's chat template refuses it: Roles must alternate",
+        ),
+        (ROLES_MUST_ALTERNATE, TALK, "line 2: the target's chat template refuses it: Roles must alternate"),
+        (LAST_ANSWER_ONLY, TALK[1:], "line 2: .* rewrites what stands before message 4 .*one answer each"),
+        (OPENS_WITH_A_MARK, SHORT, "line 1: .* shows message 2 otherwise than serving begins an answer"),
+    ],
+)
+def test_what_the_chat_template_refuses_or_rewrites_is_named_before_any_work(tmp_path, template, second, says):
+    tokenizer = copy.deepcopy(served().tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=rf"text\.path=.*talk\.jsonl, {says}") as caught:
+        conversations(tmp_path, SHORT, second).makers(dataclasses.replace(served(), tokenizer=tokenizer))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_wants_a_user_beside_its_system_line_is_served(tmp_path):
+    """Only histories that serving meets are rendered: none that ends with a system line or an open question."""
+    tokenizer = copy.deepcopy(served().tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[-1]['role'] == 'system' or (messages[-1]['role'] == 'user' and not add_generation_prompt) %}"
+        "{{ raise_exception('a question is missing') }}{% endif %}" + tokenizer.chat_template
+    )
+    (spec, theirs) = conversations(tmp_path, [*TALK, SHORT[0]]), dataclasses.replace(served(), tokenizer=tokenizer)
+    assert len(spec.makers(theirs)) == len(conversations(tmp_path, TALK).makers(served()))
 
 
 def test_no_file_or_an_empty_one_is_an_error(tmp_path):

@@ -12,7 +12,7 @@ import math
 
 import pytest
 import torch
-from conftest import CPU, chain, chi_square, golden_json, plain_greedy, recompute
+from conftest import CPU, chain, chi_square, golden_json, plain_greedy, recompute, tree
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -241,12 +241,12 @@ def law_of_three(target: LlamaTarget, sampling: Sampling) -> Tensor:
     return law
 
 
-def test_sampling_is_lossless_while_the_draft_is_updated():
+@pytest.mark.parametrize("shape", [chain(chain_length=2), tree(tree_nodes=6, tree_depth=2, tree_top_k=3)])
+def test_sampling_is_lossless_while_the_draft_is_updated(shape):
     """The draft learns during and between responses; what is said keeps the target's own distribution."""
     target, count = small_target(), 1500
-    spec = chain(
-        chain_length=2, max_new_tokens=4, temperature=0.9, top_k=4, top_p=0.95, prefill_chunk=8, cache_bucket=8
-    )
+    short = {"max_new_tokens": 4, "prefill_chunk": 8, "cache_bucket": 8}
+    spec = dataclasses.replace(shape, temperature=0.9, top_k=4, top_p=0.95, **short)
     draft, _ = LogitLensSpec("lens", 8, 0).build(target)
     node = OmegaConf.load(shipped_dir("conf") / "adapter" / "persistent.yaml")
     changes = {"every": 1, "min_positions": 1, "lr": 0.3, "drift_cap": None, "replay_mib": 0}

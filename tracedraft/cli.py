@@ -23,6 +23,10 @@ USAGE = """usage: tracedraft COMMAND [overrides]
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
+  export      write a draft, and what a run made of it, for SGLang or vLLM:
+              tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
+  bench       speed of plain decoding beside transformers, of speculation beside plain decoding, and what learning
+              costs: tracedraft bench repetitions=4
   prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
@@ -34,7 +38,14 @@ class OneLine(CompactHydraException):
 
 def main() -> None:
     """The console script."""
-    commands = {"run": run, "train": train, "eval-draft": eval_draft, "prepare": prepare}
+    commands = {
+        "run": run,
+        "train": train,
+        "eval-draft": eval_draft,
+        "export": export,
+        "bench": bench,
+        "prepare": prepare,
+    }
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
         print(USAGE, file=sys.stdout if helped else sys.stderr)
@@ -95,6 +106,28 @@ def eval_draft(cfg: DictConfig) -> None:
     _plainly(lambda: evaluate_draft(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="export")
+def export(cfg: DictConfig) -> None:
+    """Write a draft in the layout of another engine."""
+    _quiet()
+    from tracedraft.publish import export_draft
+
+    _plainly(lambda: export_draft(cfg))
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="bench")
+def bench(cfg: DictConfig) -> None:
+    """Speed side by side: transformers, plain decoding, speculation, and each learner."""
+    _quiet()
+    from tracedraft.benchmark import benchmark, text
+
+    def measured() -> None:
+        result, file = benchmark(cfg, Path(HydraConfig.get().runtime.output_dir))
+        print(f"{text(result)}\nrecord: {file}")
+
+    _plainly(measured)
+
+
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")
 def prepare(cfg: DictConfig) -> None:
     """Load the target once, so that its weights are fetched, converted and cached."""
@@ -112,5 +145,8 @@ def _plainly(action: Any) -> None:
 
 def _leave(error: UserError) -> NoReturn:
     """An exception would have Hydra wrap the one line into three more."""
+    from tracedraft.report import unmake
+
+    unmake()
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)

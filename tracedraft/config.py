@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ def shipped_dir(name: str) -> Path:
     """A top-level folder of the project (``conf``, ``experiments``): inside the package in a wheel."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def _per_device(cpu: Any, cuda: Any, *, _root_: DictConfig) -> Any:
+    return cpu if str(_root_.target.device).startswith("cpu") else cuda
+
+
+# ${per_device:A,B} in a YAML: A where the target is served on the CPU, else B.
+OmegaConf.register_new_resolver("per_device", _per_device, replace=True)
 
 
 def build_spec(node: DictConfig, key: str) -> Any:
@@ -74,6 +83,36 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+MEASURES = ("time", "acceptance")
+WANDB_MODES = ("online", "offline", "disabled")
+# Keys that no spec holds, whichever command knows them: what each may be, in code and in words.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (lambda v: type(v) is int and 0 <= v < 2**63, "a whole number from 0"),
+    "measure": (lambda v: v in MEASURES, " or ".join(MEASURES)),
+    "plain": (lambda v: type(v) is bool, "true or false"),
+    "keep_learner": (lambda v: type(v) is bool, "true or false"),
+    "threads": (lambda v: v is None or (type(v) is int and v > 0), "1 or more, or null for all"),
+    "repetitions": (lambda v: type(v) is int and v >= 1, "1 or more"),
+    "temperatures": (lambda v: type(v) is list and bool(v) and all(map(_is_number, v)), "one or more, as [0,0.7]"),
+    "wandb.mode": (lambda v: v in WANDB_MODES, f"one of {', '.join(WANDB_MODES)}"),
+    "wandb.tags": (lambda v: type(v) is list, "a list, as [a,b]"),
+}
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
+    absent = object()
+    for key, (works, want) in RULES.items():
+        value = OmegaConf.select(cfg, key, default=absent)
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        if value is not absent and not works(value):
+            raise UserError(f"{key}={value!r}: expected {want}")
 
 
 # Keys that say where files lie, not what they hold; what they hold enters by its sha256.

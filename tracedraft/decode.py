@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft, InnerAdapter, Target
+from tracedraft.interfaces import Draft, InnerAdapter, Pick, Target
 from tracedraft.meter import Meter
 from tracedraft.rejection import picker, verify_rejection
 from tracedraft.types import Evidence, Mismatch, Proposal, Response, TargetPass, Update, Verdict
-from tracedraft.verify import Sampling, choose, score_gap, verify_chain
+from tracedraft.verify import Sampling, choose, score_gap, verify_chain, verify_tree
 
 ACCEPTANCES = ("exact", "rejection")
 
 
 @dataclass(frozen=True)
-class ChainSpec:
-    """How responses are decoded: a chain of ``chain_length`` drafted tokens a round.
+class DecodeSpec(ABC):
+    """How responses are decoded, whatever the shape of a proposal.
 
     Attributes:
         acceptance: "exact", the target's own draw, the same whatever is drafted; "rejection", classical
@@ -30,7 +31,6 @@ class ChainSpec:
     """
 
     name: str
-    chain_length: int
     max_new_tokens: int
     temperature: float
     top_p: float
@@ -40,9 +40,7 @@ class ChainSpec:
     cache_bucket: int
 
     def __post_init__(self) -> None:
-        for key in ("chain_length", "max_new_tokens", "prefill_chunk", "cache_bucket"):
-            if getattr(self, key) < 1:
-                raise UserError(f"decode.{key}={getattr(self, key)}: expected at least 1")
+        self._at_least_one("max_new_tokens", "prefill_chunk", "cache_bucket")
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"decode.temperature={self.temperature}: expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
@@ -52,18 +50,125 @@ class ChainSpec:
         if self.top_k < 0:
             raise UserError(f"decode.top_k={self.top_k}: expected 0 (no limit) or more")
 
+    def _at_least_one(self, *keys: str) -> None:
+        for key in keys:
+            if getattr(self, key) < 1:
+                raise UserError(f"decode.{key}={getattr(self, key)}: expected at least 1")
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Most tokens of a verification: the last committed one and those drafted after it."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Most tokens that a round can accept."""
+
+    @property
+    @abstractmethod
+    def loose(self) -> int:
+        """Most rows of its cache that a draft writes in vain while it proposes."""
+
+    @property
+    @abstractmethod
+    def linear(self) -> ChainSpec:
+        """A chain in passes of the same shapes."""
+
+    @abstractmethod
+    def propose(self, draft: Draft, pick: Pick | None) -> Proposal: ...
+
     @property
     def width(self) -> int:
         """Of verification passes: some products 5 to 7 rows wide round by a row's place, in fp32 on two threads."""
-        return -(-(self.chain_length + 1) // 8) * 8
+        return -(-self.rows // 8) * 8
 
     def sampling(self, key: int) -> Sampling:
         return Sampling(self.temperature, self.top_p, self.top_k, key, self.acceptance == "rejection")
 
     def capacity(self, prompt: int, context: int) -> int:
         """KV rows for a response to ``prompt`` tokens, the padding of the last passes included."""
-        rows = max(min(prompt + self.max_new_tokens, context) + self.width, prompt + self.prefill_chunk)
+        room = max(self.width, self.loose)
+        rows = max(min(prompt + self.max_new_tokens, context) + room, prompt + self.prefill_chunk)
         return -(-rows // self.cache_bucket) * self.cache_bucket
+
+
+@dataclass(frozen=True)
+class ChainSpec(DecodeSpec):
+    """A chain of ``chain_length`` drafted tokens a round."""
+
+    chain_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least_one("chain_length")
+
+    @property
+    def rows(self) -> int:
+        return self.chain_length + 1
+
+    @property
+    def depth(self) -> int:
+        return self.chain_length
+
+    @property
+    def loose(self) -> int:
+        return self.chain_length - 1
+
+    @property
+    def linear(self) -> ChainSpec:
+        return self
+
+    def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
+        return draft.propose(self.chain_length, pick)
+
+
+@dataclass(frozen=True)
+class TreeSpec(DecodeSpec):
+    """EAGLE-2's dynamic tree a round; see ``models.tree.grow``.
+
+    Attributes:
+        tree_nodes: of the tree, its root counted, which is the last committed token.
+        tree_depth: drafted tokens on the longest path.
+        tree_top_k: beams a level, and continuations a beam.
+    """
+
+    tree_nodes: int
+    tree_depth: int
+    tree_top_k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least_one("tree_depth", "tree_top_k")
+        most = 1 + self.tree_top_k + (self.tree_depth - 1) * self.tree_top_k**2
+        if not 2 <= self.tree_nodes <= most:
+            shape = f"decode.tree_depth={self.tree_depth} decode.tree_top_k={self.tree_top_k}"
+            raise UserError(f"decode.tree_nodes={self.tree_nodes}: expected 2 to {most}, as many as {shape} can give")
+        if self.acceptance != "exact":
+            raise UserError(
+                f"decode.acceptance={self.acceptance}: drafts sample chains only; use decode=chain, or exact"
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.tree_nodes
+
+    @property
+    def depth(self) -> int:
+        return self.tree_depth
+
+    @property
+    def loose(self) -> int:
+        return (self.tree_depth - 1) * self.tree_top_k
+
+    @property
+    def linear(self) -> ChainSpec:
+        common = {field.name: getattr(self, field.name) for field in fields(DecodeSpec)}
+        return ChainSpec(**common, chain_length=self.rows - 1)
+
+    def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
+        assert pick is None
+        return draft.propose_tree(self.tree_nodes, self.tree_depth, self.tree_top_k)
 
 
 class _Tally:
@@ -85,8 +190,7 @@ class _Tally:
         end = next((i for i, token in enumerate(kept) if token in self.eos_ids), len(kept) - 1)
         kept = kept[: end + 1]
         accepted = min(verdict.accepted, len(kept))
-        rejected = len(kept) > verdict.accepted  # the target's own token stands: the draft's was tested and failed
-        for depth in range(min(accepted + rejected, len(self.trials))):
+        for depth in range(min(verdict.tested, len(kept))):
             self.trials[depth] += 1
             self.survivals[depth] += depth < accepted
         self.tokens += kept
@@ -116,7 +220,7 @@ def respond(
     draft: Draft,
     adapter: InnerAdapter,
     prompt: Sequence[int],
-    spec: ChainSpec,
+    spec: DecodeSpec,
     key: int,
     meter: Meter,
 ) -> Response:
@@ -136,7 +240,7 @@ def respond(
         root = choose(seen.logits, sampling, len(prompt))
         slots = draft.extend(seen.taps, torch.cat((root.new_tensor(prompt[1:]), root)))
     limit = min(spec.max_new_tokens, target.context - len(prompt))
-    tally = _Tally(int(root), spec.chain_length, limit, target.eos_ids)
+    tally = _Tally(int(root), spec.depth, limit, target.eos_ids)
     with meter.phase("observe"):
         hidden = seen.hidden[1:]
         adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[rows])))
@@ -145,32 +249,42 @@ def respond(
             if update := adapter.maybe_update(tally.rounds):
                 tally.updates.append(update)
         with meter.phase("propose"):
-            proposal = draft.propose(spec.chain_length, picker(sampling, len(prompt) + len(tally.tokens)))
+            position = len(prompt) + len(tally.tokens)
+            proposal = spec.propose(draft, picker(sampling, position))
             drafted = proposal.tokens
         with meter.phase("verify"):
-            passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)))
-            position = len(prompt) + len(tally.tokens)
-            kept = tally.keep(verdict(passed.logits, proposal, sampling, position))
-            target.commit(len(kept))
+            passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)), proposal.tree)
+            found = verdict(passed.logits, proposal, sampling, position)
+            kept = tally.keep(found)
+            rows = found.rows[: len(kept)]
+            target.commit(len(kept), rows if proposal.tree else None)
         with meter.phase("propose"):
-            last, slots = slots[-1:], draft.extend(passed.taps[: len(kept)], drafted.new_tensor(kept))
+            last, slots = slots[-1:], draft.extend(passed.taps[rows], drafted.new_tensor(kept))
         with meter.phase("observe"):
             features = torch.cat((last, slots[:-1]))
-            adapter.observe(Evidence("response", features, passed.logits[: len(kept)].__getitem__))
+            adapter.observe(Evidence("response", features, _teacher(passed.logits, rows)))
             if proposal.features is not None:
-                adapter.observe(Evidence("chain", proposal.features[: len(kept)], passed.logits.__getitem__))
+                tested = rows[: found.tested]
+                adapter.observe(Evidence("chain", proposal.features[tested], _teacher(passed.logits, tested)))
     adapter.end_response()
     return tally.response(meter.stop(), spec.max_new_tokens)
 
 
 def verdict(logits: Tensor, proposal: Proposal, sampling: Sampling, position: int) -> Verdict:
-    """What of the proposal stands; see ``verify_chain`` and ``verify_rejection``."""
+    """What of the proposal stands; see ``verify_chain``, ``verify_tree`` and ``verify_rejection``."""
+    if proposal.tree is not None:
+        return verify_tree(logits, proposal.tokens, proposal.tree, sampling, position)
     if proposal.probabilities is None:
         return verify_chain(logits, proposal.tokens, sampling, position)
     return verify_rejection(logits, proposal, sampling, position)
 
 
-def respond_plainly(target: Target, prompt: Sequence[int], spec: ChainSpec, key: int, meter: Meter) -> Response:
+def _teacher(logits: Tensor, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """Of the i-th of ``rows``, when and if it is asked for."""
+    return lambda index: logits[rows[index]]
+
+
+def respond_plainly(target: Target, prompt: Sequence[int], spec: DecodeSpec, key: int, meter: Meter) -> Response:
     """Answer without a draft, at the best width for it: one token a pass, never padded."""
     sampling = spec.sampling(key)
     meter.start()
@@ -188,7 +302,7 @@ def respond_plainly(target: Target, prompt: Sequence[int], spec: ChainSpec, key:
     return tally.response(meter.stop(), spec.max_new_tokens)
 
 
-def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec, key: int) -> list[Mismatch]:
+def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: DecodeSpec, key: int) -> list[Mismatch]:
     """Check a response against the target alone, without any draft.
 
     The target is fed the response itself, in passes of the served shapes, and must choose each of its
@@ -203,10 +317,10 @@ def audit(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: Ch
     for passed in forced(target, prompt, tokens, spec):
         chosen += choose(passed.logits, sampling, len(prompt) + len(chosen)).tolist()
     differ = [i for i, (said, own) in enumerate(zip(tokens, chosen, strict=True)) if said != own]
-    return [_mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
+    return [mismatch(target, [*prompt, *tokens[:i]], i, tokens[i], chosen[i], sampling) for i in differ]
 
 
-def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: ChainSpec) -> Iterator[TargetPass]:
+def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: DecodeSpec) -> Iterator[TargetPass]:
     """Feed the target a response in passes of the served shapes: the prompt's, whose one row of logits chooses the
     first token, then those of the response but for its last token, whose rows choose the others."""
     target.begin(spec.capacity(len(prompt), target.context), spec.width, spec.prefill_chunk)
@@ -217,7 +331,8 @@ def forced(target: Target, prompt: Sequence[int], tokens: Sequence[int], spec: C
             target.commit(len(piece))
 
 
-def _mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+def mismatch(target: Target, prefix: Sequence[int], index: int, said: int, own: int, sampling: Sampling) -> Mismatch:
+    """Where a response says ``said`` after ``prefix`` and the target its ``own``: both scored exactly."""
     logits = target.exact_logits(prefix)
     scale = float(logits.abs().max()) / (sampling.temperature or 1.0)
     gap = score_gap(logits, sampling, len(prefix), said)

@@ -16,18 +16,16 @@ from rich.table import Table
 
 from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.config import build_spec, fingerprint, plain
-from tracedraft.decode import ChainSpec, respond
-from tracedraft.errors import UserError
+from tracedraft.config import build_spec, check_settings, fingerprint, plain
+from tracedraft.decode import DecodeSpec, respond
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
-from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, warm_up
+from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, serve, warm_up
 from tracedraft.meter import Meter
 from tracedraft.provenance import provenance
 from tracedraft.report import number, show
 from tracedraft.summary import summarise_arm
 from tracedraft.types import Conversation, Response
-from tracedraft.verify import noise_key
 
 GROUPS = ("target", "draft", "workload", "decode")
 RESULT = "eval-draft.json"
@@ -40,11 +38,10 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     Raises:
         UserError: bad input, before any model is loaded.
     """
+    check_settings(cfg)
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     temperatures = [float(t) for t in cfg.temperatures]
     decodes = [dataclasses.replace(specs["decode"], temperature=t) for t in temperatures]
-    if not decodes:
-        raise UserError("temperatures=[]: expected one or more, as [0,0.7]")
     conversations, data = specs["workload"].load()
     specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
@@ -52,24 +49,29 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     draft, origin = specs["draft"].build(served.target)
     meter = Meter(served.target.device)
     benches = [Bench(served, decode, cfg.seed, meter) for decode in decodes]
-    check_cache(benches[0], conversations)
+    check_cache(benches[0], [draft], conversations)
     warm_up(benches[0], draft, conversations)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(specs["workload"].name, total=len(benches) * len(conversations))
         rows = []
         for bench in benches:
-            answers = []
+            answers, refused = [], 0
             for conversation in conversations:
-                answers += answer(bench, draft, conversation)
+                answered, cut = answer(bench, draft, conversation)
+                answers += answered
+                refused += cut
                 bar.advance(task)
-            rows.append(summary(bench.decode, draft, answers))
-        cost = step_cost(draft, specs["decode"].chain_length, meter)
+            rows.append({**summary(bench.decode, draft, answers), "refused": refused})
+        why = None if any(row["responses"] for row in rows) else "every prompt is too long for target.context"
+        why = "decode.chain_length=1: there is no further step" if specs["decode"].depth == 1 else why
+        cost = None if why else step_cost(draft, specs["decode"].depth, meter)
     contents = {"target": served.provenance["sha256"], "draft": origin["sha256"], "workload": data["sha256"]}
     result = {
         **{group: specs[group].name for group in GROUPS},
         "conversations": len(conversations),
         "rows": rows,
         "draft_step_ms": cost,
+        "null_reasons": {"draft_step_ms": why} if why else {},
         "specs": plain(specs),
         "provenance": {
             **provenance(),
@@ -78,29 +80,25 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             "draft_weights": origin,
         },
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RESULT, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
-    show(table(result, specs["decode"].chain_length))
+    text = json.dumps(result, indent=1) + "\n"
+    write_atomically(folder / RESULT, lambda path: path.write_text(text), "choose another hydra.run.dir")
+    show(table(result, specs["decode"].depth))
     return result
 
 
-def answer(bench: Bench, draft: Draft, conversation: Conversation) -> list[Response]:
-    """Every turn, up to one that is too long for the target's context."""
-    target, tokenizer = bench.served.target, bench.served.tokenizer
-    history, answers = [], []
-    for turn, question in enumerate(conversation.turns):
-        history.append({"role": "user", "content": question})
-        prompt = chat.encode(tokenizer, history)
-        if len(prompt) >= target.context:
-            break
-        key = noise_key(bench.seed, conversation, turn)
-        adapter = FixedSpec("fixed").build(None, 0)
-        answers.append(respond(target, draft, adapter, prompt, bench.decode, key, bench.meter))
-        history.append({"role": "assistant", "content": chat.decode(tokenizer, answers[-1].tokens)})
-    return answers
+def answer(bench: Bench, draft: Draft, conversation: Conversation) -> tuple[list[Response], bool]:
+    """Every turn up to one that is too long for the target's context, and whether there was one."""
+    fixed, answers = FixedSpec("fixed").build(None, 0), []
+
+    def reply(turn: int, prompt: list[int], key: int) -> str:
+        answers.append(respond(bench.served.target, draft, fixed, prompt, bench.decode, key, bench.meter))
+        return chat.decode(bench.served.tokenizer, answers[-1].tokens)
+
+    cut = serve(bench, conversation, reply) is not None
+    return answers, cut
 
 
-def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
+def summary(decode: DecodeSpec, draft: Draft, answers: list[Response]) -> dict[str, Any]:
     """Ratios of summed counts; None where nothing was counted."""
     numbers, _ = summarise_arm([dataclasses.asdict(answer) for answer in answers])
     kept = ("tokens", "rounds", "accepted", "tau", "acceptance_by_depth", "repeated_8gram_share")
@@ -115,10 +113,8 @@ def summary(decode: ChainSpec, draft: Draft, answers: list[Response]) -> dict[st
     }
 
 
-def step_cost(draft: Draft, chain_length: int, meter: Meter) -> float | None:
-    """Median milliseconds of one more drafted token, after the last response; None for a chain of one."""
-    if chain_length == 1:
-        return None
+def step_cost(draft: Draft, chain_length: int, meter: Meter) -> float:
+    """Median milliseconds of one more drafted token of a chain of two or more, after the last response."""
 
     def seconds(length: int) -> float:
         meter.start()

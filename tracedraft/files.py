@@ -1,30 +1,79 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and folders that one process at a time may write."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from tracedraft.errors import UserError
+
+SCRATCH = ".scratch"
+# How torch.save and safetensors word what the disk refused them: neither raises OSError.
+REFUSALS = ("inline_container.cc", "PytorchStreamWriter", "iostream error", "I/O error")
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], instead: str) -> None:
     """Run ``write(temporary path)`` and move the file or folder into place, on the disk, whole or not at all.
 
+    Args:
+        instead: what the user can choose when the disk has no room, ``choose another KEY``.
+
     Raises:
-        OSError: the disk refused it; nothing temporary stays.
+        UserError: the disk refused it; what was there before stays, and nothing temporary.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    scratch = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=SCRATCH))
         write(scratch / path.name)
         if (scratch / path.name).is_file():
             with open(scratch / path.name, "rb+") as file:
                 os.fsync(file.fileno())
         os.replace(scratch / path.name, path)
-    except OSError:
-        if not path.is_dir():  # another process moved the same folder into place first
-            raise
+    except Exception as error:
+        if isinstance(error, OSError) and path.is_dir():
+            return  # another process moved the same folder into place first
+        if isinstance(error, OSError) or any(words in str(error) for words in REFUSALS):
+            raise unwritable(path, error, instead) from error
+        raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def unwritable(path: Path, error: Exception, instead: str) -> UserError:
+    reason = error.strerror or error if isinstance(error, OSError) else "the disk took a part of it only"
+    return UserError(f"{path} can't be written ({reason}): free space there, or {instead}")
+
+
+def exclusive(path: Path, instead: str) -> Any:
+    """Open ``path`` to append bytes, locked until it is closed; what a killed owner of its folder left is removed.
+
+    Raises:
+        UserError: another process holds it, by its folder, or the disk refused it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab+", buffering=0)  # noqa: SIM115 - the caller's to close
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise
+    except BlockingIOError:
+        raise UserError(f"{path.parent}: another process is writing there: wait for it, or {instead}") from None
+    except OSError as error:
+        raise unwritable(path.parent, error, instead) from error
+    remove_scratch(path.parent)
+    return file
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove what a killed ``write_atomically`` left in a folder that no other process writes."""
+    for left in folder.glob(f".*{SCRATCH}"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Update
+from tracedraft.errors import UserError
+from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Tree, Update
 
 Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -35,12 +36,14 @@ class Target(ABC):
         """Consume and commit the prompt [L]."""
 
     @abstractmethod
-    def verify(self, tokens: Tensor) -> TargetPass:
-        """Consume T ≤ width tokens after the committed ones, committing none."""
+    def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
+        """Consume T ≤ width tokens after the committed ones, each after the one before or as ``tree`` says,
+        committing none."""
 
     @abstractmethod
-    def commit(self, n: int) -> None:
-        """Keep the first ``n`` tokens of the last verification; the rest are rolled back."""
+    def commit(self, n: int, rows: Tensor | None = None) -> None:
+        """Keep ``n`` tokens of the last verification, the first or those at ``rows`` [n], a path of its tree; the
+        rest are rolled back."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -68,6 +71,11 @@ class Draft(ABC):
     def head(self) -> OutputHead | None:
         """What inner adapters train; None for a draft without an output head of its own."""
 
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes that a row of its KV cache takes."""
+
     @abstractmethod
     def begin(self, capacity: int) -> None:
         """Start a response with an empty KV cache of ``capacity`` rows."""
@@ -83,6 +91,11 @@ class Draft(ABC):
         Args:
             pick: draws index [1] and probabilities [1, D] from logits [1, D] at a depth; None: the likeliest.
         """
+
+    def propose_tree(self, nodes: int, depth: int, top_k: int) -> Proposal:
+        """Draft a tree of ``nodes`` rows, the last committed token counted; see ``models.tree.grow``. May write
+        ``(depth - 1) * top_k`` cache rows after the true ones, and leaves no trace either."""
+        raise UserError("decode=tree: this draft proposes chains only; use decode=chain")
 
 
 class DraftSpec(ABC):

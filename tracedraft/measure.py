@@ -19,8 +19,8 @@ from tracedraft import chat, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.config import build_spec, fingerprint, plain
-from tracedraft.decode import ChainSpec, audit, respond, respond_plainly
+from tracedraft.config import build_spec, check_settings, fingerprint, plain
+from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
@@ -28,14 +28,13 @@ from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
 from tracedraft.recorded import replaying
 from tracedraft.target import Served
-from tracedraft.tracking import MODES, open_tracker, sigterm_as_exit
+from tracedraft.tracking import open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
 GROUPS = ("target", "draft", "adapter", "workload", "decode")
 WARM_UP_TOKENS = 24
 PLAIN = "plain"  # the arm without a draft
-TIME, ACCEPTANCE = "time", "acceptance"  # what a run measures
 ALL_THREADS = torch.get_num_threads()
 
 
@@ -59,7 +58,7 @@ class Bench:
     """
 
     served: Served
-    decode: ChainSpec
+    decode: DecodeSpec
     seed: int
     meter: Meter
     plain: bool = False
@@ -80,24 +79,24 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         UserError: bad input; whatever was on disk stays as it was.
     """
     check_settings(cfg)
+    check_replayable(cfg)
     specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     conversations, data = specs["workload"].load()
     specs["draft"].check(specs["target"].shape())
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
-    recordings = Path(cfg.paths.recordings) if cfg.measure == ACCEPTANCE else None
-    same = json.dumps([plain(specs["draft"]), draft["sha256"], plain(specs["decode"])])
-    replays = _REPLAYS.setdefault(same, {})
-    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, recordings, replays)
-    check_cache(bench, conversations)
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, **recorded(cfg, draft))
+    check_cache(bench, [arm.draft for arm in arms], conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
     settings = {key: cfg[key] for key in ("seed", "plain", "measure")}
     identity = {"fingerprint": fingerprint({**specs, **settings}, contents), "data": data}
     names = {group: specs[group].name for group in GROUPS}
     origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
     if done := records.finished(folder, identity["fingerprint"]):
-        print(f"{folder} holds this run already, finished", file=sys.stderr)
+        lost = cfg.keep_learner and records.last_learner(folder) is None
+        without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
+        print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
         return done
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
@@ -116,7 +115,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
-            run.write_summary({**summary, "wandb_error": tracker.error})
+            run.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
@@ -140,27 +139,26 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
-def check_settings(cfg: DictConfig) -> None:
-    """Raises UserError for a bad value of a key that no spec holds, before anything is loaded or written."""
-    seed, plain, threads, mode, tags = cfg.seed, cfg.plain, cfg.threads, cfg.wandb.mode, cfg.wandb.tags
-    rules = (
-        ("seed", seed, type(seed) is int and 0 <= seed < 2**63, "a whole number from 0"),
-        ("plain", plain, type(plain) is bool, "true or false"),
-        ("measure", cfg.measure, cfg.measure in (TIME, ACCEPTANCE), f"{TIME} or {ACCEPTANCE}"),
-        ("plain", plain, cfg.measure == TIME or not plain, f"false with measure={ACCEPTANCE}, which times nothing"),
-        (
-            "decode.acceptance",
-            cfg.decode.acceptance,
-            cfg.measure == TIME or cfg.decode.acceptance == "exact",
-            f"exact with measure={ACCEPTANCE}: otherwise the response depends on the draft and can't be replayed",
-        ),
-        ("threads", threads, threads is None or (type(threads) is int and threads > 0), "1 or more, or null for all"),
-        ("wandb.mode", mode, mode in MODES, f"one of {', '.join(MODES)}"),
-        ("wandb.tags", tags, OmegaConf.is_list(tags), "a list, as [a,b]"),
-    )
-    for key, value, works, want in rules:
-        if not works:
-            raise UserError(f"{key}={value!r}: expected {want}")
+def recorded(cfg: DictConfig, draft: dict[str, str | None]) -> dict[str, Any]:
+    """Where ``measure=acceptance`` keeps the target's part, and the fixed arm's responses known so far."""
+    if cfg.measure != "acceptance":
+        return {}
+    groups = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("target", "draft", "decode")}
+    known = _REPLAYS.setdefault(json.dumps([groups, draft["sha256"]], sort_keys=True), {})
+    return {"recordings": Path(cfg.paths.recordings), "replays": known}
+
+
+def check_replayable(cfg: DictConfig) -> None:
+    """Raises UserError when only a live target could answer what ``measure=acceptance`` is asked for."""
+    if cfg.measure != "acceptance":
+        return
+    if cfg.plain:
+        raise UserError("plain=True: expected false with measure=acceptance, which times nothing")
+    if cfg.decode.acceptance != "exact":
+        raise UserError(
+            f"decode.acceptance={cfg.decode.acceptance!r}: expected exact with measure=acceptance, since otherwise "
+            "the response depends on the draft and can't be replayed"
+        )
 
 
 _LOADED: dict[str, Served] = {}
@@ -184,14 +182,17 @@ def build_arms(specs: dict[str, Any], served: Served, seed: int) -> tuple[list[A
     return arms, origin
 
 
-def check_cache(bench: Bench, conversations: list[Conversation]) -> None:
-    """Raises UserError when the longest conversation's KV cache cannot fit into memory."""
-    target, tokenizer = bench.served.target, bench.served.tokenizer
-    longest = 0
+def check_cache(bench: Bench, drafts: list[Draft], conversations: list[Conversation]) -> None:
+    """Raises UserError when the KV caches of the longest conversation cannot fit into memory."""
+    target, tokenizer, longest = bench.served.target, bench.served.tokenizer, 0
     for conversation in conversations:
-        prompt = len(tokenizer("\n".join(conversation.turns), add_special_tokens=False)["input_ids"])
-        longest = max(longest, prompt + (len(conversation.turns) - 1) * bench.decode.max_new_tokens)
-    target.check_memory(bench.decode.capacity(min(longest, target.context), target.context))
+        questions = [{"role": "user", "content": turn} for turn in conversation.turns]
+        answer = {"role": "assistant", "content": "."}
+        history = [message for question in questions for message in (question, answer)][:-1]
+        prompt = len(chat.encode(tokenizer, history))
+        longest = max(longest, prompt + (len(questions) - 1) * bench.decode.max_new_tokens)
+    capacity = bench.decode.capacity(min(longest, target.context), target.context)
+    target.check_memory(capacity, sum(draft.row_bytes for draft in drafts))
 
 
 def stream(
@@ -205,6 +206,8 @@ def stream(
     """Serve in order what no earlier attempt did; each record is on disk before it is mirrored."""
     done = list(run.done)
     progress.resume(done)
+    for index, record in enumerate(done):  # each attempt is a W&B run of its own, and the newest shows all
+        mirror(rows.row(record), index)
     resume(arms, run)
     if len(done) == len(conversations):
         return done
@@ -249,6 +252,25 @@ def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> No
         respond(bench.served.target, draft, FixedSpec("fixed").build(None, 0), prompt, spec, 0, bench.meter)
 
 
+def serve(
+    bench: Bench, conversation: Conversation, answer: Callable[[int, list[int], int], str]
+) -> dict[str, int] | None:
+    """Put each turn in order to ``answer(turn, prompt, noise key)``, which returns what the history then says.
+
+    Returns:
+        the first turn that is too long for the target's context, where the conversation ends; None without one.
+    """
+    target, history = bench.served.target, []
+    for turn, question in enumerate(conversation.turns):
+        history.append({"role": "user", "content": question})
+        prompt = chat.encode(bench.served.tokenizer, history)
+        if len(prompt) >= target.context:
+            return {"turn": turn, "tokens": len(prompt), "context": target.context}
+        text = answer(turn, prompt, noise_key(bench.seed, conversation, turn))
+        history.append({"role": "assistant", "content": text})
+    return None
+
+
 def converse(
     bench: Bench,
     arms: list[Arm],
@@ -257,39 +279,34 @@ def converse(
     report: Callable[[str, Response], None],
 ) -> dict[str, Any]:
     """Answer every turn with each arm, in turned order on odd conversations, and audit the answers."""
-    target, tokenizer = bench.served.target, bench.served.tokenizer
     by_name = {arm.name: arm for arm in arms}
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
-    record: dict[str, Any] = {
+    turns: list[dict[str, Any]] = []
+    for arm in arms:
+        arm.adapter.begin_conversation()
+
+    def answer(turn: int, prompt: list[int], key: int) -> str:
+        answers = {}
+        for name in order:
+            answers[name] = response_of(bench, by_name.get(name), prompt, key)
+            report(name, answers[name])
+        turns.append(turn_record(bench, turn, prompt, answers, key))
+        return turns[-1]["text"]
+
+    refused = serve(bench, conversation, answer)
+    return {
         "index": index,
         "id": conversation.id,
         "domain": conversation.domain,
         "occurrence": conversation.occurrence,
         "order": order,
-        "refused": None,
-        "turns": [],
+        "refused": refused,
+        "turns": turns,
+        "drift": arms[1].adapter.drift(),
     }
-    for arm in arms:
-        arm.adapter.begin_conversation()
-    history = []
-    for turn, question in enumerate(conversation.turns):
-        history.append({"role": "user", "content": question})
-        prompt = chat.encode(tokenizer, history)
-        if len(prompt) >= target.context:
-            record["refused"] = {"turn": turn, "tokens": len(prompt), "context": target.context}
-            break
-        key = noise_key(bench.seed, conversation, turn)
-        answers = {}
-        for name in order:
-            answers[name] = answer(bench, by_name.get(name), prompt, key)
-            report(name, answers[name])
-        record["turns"].append(turn_record(bench, turn, prompt, answers, key))
-        history.append({"role": "assistant", "content": record["turns"][-1]["text"]})
-    record["drift"] = arms[1].adapter.drift()
-    return record
 
 
-def answer(bench: Bench, arm: Arm | None, prompt: list[int], key: int) -> Response:
+def response_of(bench: Bench, arm: Arm | None, prompt: list[int], key: int) -> Response:
     """One arm's response; None: the arm without a draft."""
     target = bench.served.target
     if arm is None:

@@ -1,8 +1,10 @@
 """The target's part of a response, computed once and replayed: acceptance at a fraction of the cost of serving.
 
 The target's tokens depend on prompt, seed and position, never on what was drafted (``verify``), and its rows round
-alike at every place of a pass (``target``). So its hidden states along its own response are all that an exact chain
-can ask of it, whatever draft or adapter is served, and a replay gives the live run's counts.
+alike at every place of a pass (``target``). So its hidden states along its own response are all that exact
+acceptance can ask of it, whatever draft or adapter is served, and a replay gives the live run's counts. A tree's rows
+round otherwise when they are verified among its branches, so there the replay is the response that plain decoding
+gives, and differs from the live one by near-ties.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tracedraft.adapters.fixed import FixedSpec
-from tracedraft.decode import ChainSpec, forced, respond
+from tracedraft.decode import DecodeSpec, forced, respond
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft, Target
 from tracedraft.meter import Meter
 from tracedraft.target import LlamaTarget, Served
-from tracedraft.types import TargetPass
+from tracedraft.types import TargetPass, Tree
 from tracedraft.verify import choose
 
 
@@ -55,13 +57,14 @@ class RecordedTarget(Target):
         hidden = self.hidden[: self.length]
         return TargetPass(self.taps[: self.length], hidden, self.logits(hidden[-1:]))
 
-    def verify(self, tokens: Tensor) -> TargetPass:
-        """Rows are right up to the first token that is not the response's own; nobody may read further."""
-        rows = torch.arange(self.length, self.length + len(tokens)).clamp_max(len(self.hidden) - 1)
+    def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
+        """Rows are right along the response's own tokens; nobody may read further."""
+        steps = torch.arange(len(tokens), device=self.hidden.device) if tree is None else tree.depths
+        rows = (self.length + steps).clamp_max(len(self.hidden) - 1)
         hidden = self.hidden[rows]
         return TargetPass(self.taps[rows], hidden, self.logits(hidden))
 
-    def commit(self, n: int) -> None:
+    def commit(self, n: int, rows: Tensor | None = None) -> None:
         self.length += n
 
     def rewind(self, length: int) -> None:
@@ -79,7 +82,7 @@ class RecordedTarget(Target):
 
 
 def replaying(
-    served: Served, draft: Draft, prompt: list[int], spec: ChainSpec, key: int, folder: Path
+    served: Served, draft: Draft, prompt: list[int], spec: DecodeSpec, key: int, folder: Path
 ) -> RecordedTarget:
     """A stand-in for the target in the response to ``prompt`` [L], from ``folder``; recorded there first if need be.
 
@@ -91,12 +94,13 @@ def replaying(
     if not file.exists():
         tokens, taps, hidden = record(served.target, draft, prompt, spec, key)
         said = {"tokens": json.dumps(tokens)}
-        write_atomically(file, lambda path: save_file({"taps": taps, "hidden": hidden}, path, metadata=said))
+        state = {"taps": taps, "hidden": hidden}
+        write_atomically(file, lambda path: save_file(state, path, metadata=said), "choose another paths.recordings")
     return RecordedTarget(served.target, file)
 
 
 def record(
-    target: LlamaTarget, draft: Draft, prompt: list[int], spec: ChainSpec, key: int
+    target: LlamaTarget, draft: Draft, prompt: list[int], spec: DecodeSpec, key: int
 ) -> tuple[list[int], Tensor, Tensor]:
     """Answer ``prompt``, then feed the target its own answer: tokens, taps and hidden states of a recording.
 
@@ -104,7 +108,7 @@ def record(
         UserError: the target, fed its answer, would say another: rounding, and no replay would be exact.
     """
     fixed = FixedSpec("fixed").build(None, 0)
-    tokens = respond(target, draft, fixed, prompt, spec, key, Meter(target.device)).tokens
+    tokens = respond(target, draft, fixed, prompt, spec.linear, key, Meter(target.device)).tokens
     passes = list(forced(target, prompt, tokens, spec))
     position = len(prompt)
     for passed in passes:
@@ -116,7 +120,7 @@ def record(
     return tokens, torch.cat([p.taps for p in passes]), torch.cat([p.hidden for p in passes])
 
 
-def _identity(served: Served, prompt: list[int], spec: ChainSpec, key: int) -> str:
+def _identity(served: Served, prompt: list[int], spec: DecodeSpec, key: int) -> str:
     shapes = [spec.width, spec.prefill_chunk, spec.cache_bucket, spec.max_new_tokens]
     target = served.target
     model = [str(target.model.norm.weight.dtype), list(target.taps), target.context, sorted(target.eos_ids)]

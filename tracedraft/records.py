@@ -2,13 +2,12 @@
 
 A run directory holds ``config.yaml`` (resolved), ``attempts.jsonl`` (provenance of each process that worked on
 it, the file that the one at work locks), ``conversations.jsonl`` (one record a line, in order), while it goes on
-the learner's state, and at the end ``summary.json``. This is the source of truth; everything else that shows a
-run is made from it.
+the learner's state, and at the end ``summary.json`` and, if asked for, that state as ``learner.pt``. This is the
+source of truth; everything else that shows a run is made from it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
@@ -19,10 +18,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tracedraft.errors import UserError
-from tracedraft.files import write_atomically
+from tracedraft.files import exclusive, unwritable, write_atomically
 
 CONFIG, CONVERSATIONS, SUMMARY = "config.yaml", "conversations.jsonl", "summary.json"
-ATTEMPTS = "attempts.jsonl"
+ATTEMPTS, LEARNER = "attempts.jsonl", "learner.pt"
 
 
 class TruncatedRecord(UserWarning):
@@ -56,22 +55,16 @@ class RunDir:
         text = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
         refuse_other(path, origin["fingerprint"])
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = open(path / ATTEMPTS, "ab+", buffering=0)  # noqa: SIM115
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise UserError(f"{path}: another process is writing this run: wait for it, or {_CHOOSE}") from None
+            lock = exclusive(path / ATTEMPTS, _CHOOSE)
             # What was there before the lock may have been another process's start.
             earlier = refuse_other(path, origin["fingerprint"])
             if not earlier:
-                write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"))
+                write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
             lines = open(path / CONVERSATIONS, "ab+", buffering=0)  # noqa: SIM115
             done = _whole_lines(lines, path / CONVERSATIONS)
             _add_line(lock, {"attempt": earlier + 1, "from": len(done), **origin})
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error, _CHOOSE) from error
         return cls(path, lines, lock, done, earlier + 1)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -86,17 +79,17 @@ class RunDir:
         except ValueError as error:
             raise ValueError(f"{self.path / CONVERSATIONS}: record {record.get('id')!r}: {error}") from error
         except OSError as error:
-            raise _unwritable(self.path / CONVERSATIONS, error) from error
+            raise unwritable(self.path / CONVERSATIONS, error, _CHOOSE) from error
 
     def keep_learner(self, count: int, write: Callable[[Path], object]) -> None:
         """Keep what a learner knows after ``count`` conversations, before the last one's record is appended.
 
         A crash between the two finds the state of the record before; older ones are dropped.
+
+        Raises:
+            UserError: the disk refused it.
         """
-        try:
-            write_atomically(self._learner(count), write)
-        except OSError as error:
-            raise _unwritable(self._learner(count), error) from error
+        write_atomically(self._learner(count), write, _CHOOSE)
         for number in range(count - 1):
             self._learner(number).unlink(missing_ok=True)
 
@@ -108,19 +101,23 @@ class RunDir:
     def _learner(self, count: int) -> Path:
         return self.path / f"learner-{count:05d}.pt"
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``: a reader finds all of it or none. The learner's state is dropped.
+    def write_summary(self, summary: dict[str, Any], keep_learner: bool = False) -> None:
+        """Write ``summary.json``: a reader finds all of it or none.
+
+        Args:
+            keep_learner: leave the learner's last state as ``learner.pt``; otherwise it is dropped.
 
         Raises:
             ValueError: the summary holds NaN or infinity.
             UserError: the disk refused it; an earlier summary stays as it was.
         """
         text = json.dumps(summary, allow_nan=False, indent=1) + "\n"
-        try:
-            write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"))
-        except OSError as error:
-            raise _unwritable(self.path / SUMMARY, error) from error
-        for file in self.path.glob("learner-*.pt"):
+        write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
+        # After the summary: a run that is cut off before it must find the state under its number.
+        states = sorted(self.path.glob("learner-*.pt"))
+        if keep_learner and states:
+            states.pop().replace(self.path / LEARNER)
+        for file in states:
             file.unlink()
 
     def close(self) -> None:
@@ -189,6 +186,12 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     return _parse_lines(data[: data.rfind(b"\n") + 1], path / ATTEMPTS)
 
 
+def last_learner(path: Path) -> Path | None:
+    """The learner's last state that a run in ``path`` left: kept at its end, or of its last conversation."""
+    files = [*sorted(path.glob("learner-*.pt")), path / LEARNER]
+    return next((file for file in reversed(files) if file.exists()), None)
+
+
 def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
     """The summary of this very run, if ``path`` holds it whole."""
     attempts = read_attempts(path) if path.is_dir() else []
@@ -198,10 +201,6 @@ def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
 
 
 _CHOOSE = "choose another hydra.run.dir (hydra.sweep.dir in a sweep)"
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} can't be written ({error.strerror}): free space there, or {_CHOOSE}")
 
 
 def _parse_lines(data: bytes, path: Path) -> list[dict[str, Any]]:

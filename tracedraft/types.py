@@ -33,11 +33,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a draft must fit: sizes, and the number of tapped layers."""
+    """What a draft must fit: sizes, the number of tapped layers, and which of how many they are, if known."""
 
     hidden_size: int
     vocab_size: int
     taps: int
+    tapped: tuple[int, ...] = ()
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,28 +58,53 @@ class TargetPass:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A chain of drafted tokens, each following the one before.
+class Tree:
+    """Which row of a pass follows which. Row 0 is the last committed token, and parents stand before their children.
 
     Attributes:
-        tokens: [K] int64, target ids.
+        parents: [T] int64 row of the token before; row 0's is itself.
+        ancestors: [T, T] bool, where row i sees row j: itself, and what its path holds before it.
+        depths: [T] int64 steps from row 0.
+    """
+
+    parents: Tensor
+    ancestors: Tensor
+    depths: Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens, which a pass verifies after the last committed one: row i+1 of the pass is token i.
+
+    Attributes:
+        tokens: [K] int64, target ids. No two that follow the same token are equal.
         probabilities: [K, D] that sampled tokens were drawn from; None where they are the likeliest.
         vocab: [D] target id of each of their columns.
-        features: [K, H] pre-norm outputs that the tokens were chosen from; None from a draft without a head.
+        features: [≥K, H] by row of the pass, the pre-norm output that the tokens after it were chosen from, anything
+            where none follows; None from a draft without a head.
+        tree: None: a chain, each token following the one before.
     """
 
     tokens: Tensor
     probabilities: Tensor | None = None
     vocab: Tensor | None = None
     features: Tensor | None = None
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one verification: the A accepted tokens and then the target's own next token."""
+    """Outcome of one verification: the A accepted tokens and then the target's own next token.
+
+    Attributes:
+        tested: depths at which drafted tokens were tested: A, and one more if any followed the last accepted one.
+        rows: [A+1] int64 rows of the pass that stand: the last committed token's, then the accepted ones'.
+    """
 
     accepted: int
     tokens: list[int]
+    tested: int
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,17 +134,27 @@ class OutputHead:
         weight: [D, H] prediction head.
         eps: RMSNorm epsilon.
         vocab: [D] int64, target id of each draft id, ascending.
+        low_rank: left [n, D] and right [n, H] in the weight's dtype: the head is weight + leftᵀ·right.
     """
 
     norm: Tensor
     weight: Tensor
     eps: float
     vocab: Tensor
+    low_rank: tuple[Tensor, Tensor] | None = None
 
     def logits(self, features: Tensor) -> Tensor:
         """Draft logits [n, D] of pre-norm features [n, H], at the head's own precision."""
         normed = torch.nn.functional.rms_norm(features, self.norm.shape, self.norm, self.eps)
-        return torch.nn.functional.linear(normed, self.weight)
+        return self.project(normed)
+
+    def project(self, normed: Tensor) -> Tensor:
+        """The head alone: [n, H] → [n, D]."""
+        logits = torch.nn.functional.linear(normed, self.weight)
+        if self.low_rank is None:
+            return logits
+        left, right = self.low_rank
+        return logits.addmm_(normed @ right.t(), left)
 
 
 @dataclass(frozen=True)
@@ -181,7 +218,7 @@ class Response:
         accepted: A, cut where the response ends.
         cut: target tokens that the end cut off: len(tokens) = 1 + A + S - cut.
         accepted_per_round: A of each round.
-        trials, survivals: [K] drafted tokens tested and accepted at depth 1 … K.
+        trials, survivals: by depth 1, 2 …: rounds in which drafted tokens were tested there, and one was accepted.
         updates: attempted updates of the draft.
         seconds: wall seconds by phase; they sum to the whole.
     """

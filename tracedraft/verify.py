@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracedraft.types import Conversation, Verdict
+from tracedraft.types import Conversation, Tree, Verdict
 
 # Nuclei larger than this are sorted in full; at temperature 0.7 and top-p 0.95 almost none is.
 CANDIDATES = 256
@@ -100,15 +100,19 @@ def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, position: int, depths: Tensor | None = None) -> Tensor:
     """The target's own tokens [T] for logits [T, V]; row 0 chooses the token at absolute ``position``.
 
     Exact ties go to the lowest id.
+
+    Args:
+        depths: [T] how much later the position of each row's token is; None: 0, 1, 2 …
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
     ids, scores = warped(logits, sampling)
-    positions = torch.arange(position, position + len(logits), device=logits.device)
+    steps = torch.arange(len(logits), device=logits.device) if depths is None else depths
+    positions = position + steps
     perturbed = scores.double() + gumbel(sampling.key, positions, ids)
     return ids.gather(1, perturbed.argmax(dim=1, keepdim=True)).squeeze(1)
 
@@ -168,4 +172,30 @@ def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: 
     """
     chosen = choose(logits, sampling, position)
     accepted = int((chosen[:-1] == drafted).cumprod(dim=0).sum())
-    return Verdict(accepted=accepted, tokens=chosen[: accepted + 1].tolist())
+    return chain_verdict(chosen[: accepted + 1].tolist(), drafted)
+
+
+def chain_verdict(tokens: list[int], drafted: Tensor) -> Verdict:
+    """That all of ``tokens`` but the last were accepted, of the chain ``drafted`` [K]."""
+    accepted = len(tokens) - 1
+    rows = torch.arange(len(tokens), device=drafted.device)
+    return Verdict(accepted, tokens, tested=min(accepted + 1, len(drafted)), rows=rows)
+
+
+def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling, position: int) -> Verdict:
+    """Accept the longest path of a tree of ``drafted`` [K] tokens that the target would have said itself.
+
+    Tokens at one depth all meet the same noise, that of their position, so what is said is what would be said
+    without a draft.
+
+    Args:
+        logits: [K+1, V] target logits after each row of the tree.
+        position: absolute position of the tokens at depth 1.
+    """
+    chosen = choose(logits, sampling, position, tree.depths)
+    said = chosen[tree.parents[1:]] == drafted
+    right = torch.cat((said.new_ones(1), said))
+    rows = (right | ~tree.ancestors).all(dim=1).nonzero()[:, 0]
+    followed = (tree.parents[1:] == rows[-1]).any()
+    *tokens, more = torch.cat((chosen[rows], followed[None])).tolist()
+    return Verdict(len(rows) - 1, tokens, tested=len(rows) - 1 + more, rows=rows)

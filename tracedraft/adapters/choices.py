@@ -40,6 +40,18 @@ class Trained(Enum):
     both = "both"
 
 
+class Weights(Enum):
+    dense = "dense"
+    lowrank = "lowrank"
+
+
+def positions(spec: Any) -> int:
+    """Of one update of a ``trace.TraceSpec``, at most."""
+    prompt = spec.prompt_positions if spec.source is not Supervision.response else 0
+    response = spec.window if spec.source is not Supervision.prompt else 0
+    return prompt + response + (spec.replay_positions if spec.replay_mib else 0)
+
+
 def check(spec: Any) -> None:
     """Raises UserError for settings of a ``trace.TraceSpec`` that cannot work.
 
@@ -49,6 +61,7 @@ def check(spec: Any) -> None:
     response = spec.source is not Supervision.prompt
     ever = spec.every or spec.at_rounds or spec.at_prefill
     optional = {key: getattr(spec, key) for key in ("clip", "drift_cap", "anchor_half_life")}
+    dense, most = spec.form is Weights.dense, positions(spec)
     rules = [
         ("every", spec.every >= 0, "at least 0"),
         ("every", ever, "every, at_rounds or at_prefill; adapter=fixed never updates"),
@@ -61,6 +74,10 @@ def check(spec: Any) -> None:
         ("beta1", 0 <= spec.beta1 < 1, "in [0, 1)"),
         ("beta2", 0 <= spec.beta2 < 1, "in [0, 1)"),
         ("eps", spec.eps > 0, "above 0"),
+        ("skip", 0 <= spec.skip <= 0.01, "0 (none) to 0.01; more is no longer the gradient"),
+        ("optimizer", dense or spec.optimizer is Optimizer.sgd, "sgd with form=lowrank, whose steps are of low rank"),
+        ("train", dense or spec.train is Trained.head, "head with form=lowrank, whose rows need a norm that stays"),
+        ("max_rows", dense or spec.max_rows >= most, f"at least {most}, the positions of one update"),
         ("steps", spec.steps >= 1, "at least 1"),
         ("temperature", 0 < spec.temperature < math.inf, "above 0"),
         ("min_positions", spec.min_positions >= 1, "at least 1"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tracedraft.adapters.form import Form
-from tracedraft.adapters.objective import Batch, Factors, gain_gradient, kl_gradient
+from tracedraft.adapters.objective import Batch, Factors, factors, gain_gradient, kl_gradient
 from tracedraft.adapters.optim import Master, Rule
 from tracedraft.types import OutputHead
 
@@ -15,11 +15,14 @@ from tracedraft.types import OutputHead
 class Dense(Form):
     """Norm and head, or one of them."""
 
-    def __init__(self, head: OutputHead, trained: set[str], rule: Rule, temperature: float, in_place: bool) -> None:
+    def __init__(
+        self, head: OutputHead, trained: set[str], rule: Rule, temperature: float, skip: float, in_place: bool
+    ) -> None:
         """
         Args:
             trained: of "norm" and "weight".
             temperature: T of the loss.
+            skip: see ``objective.factors``; Adam, whose steps do not shrink with the gradient, leaves nothing out.
             in_place: no transaction is ever dropped once it has written.
         """
         tensors = {"norm": head.norm, "weight": head.weight}
@@ -27,6 +30,7 @@ class Dense(Form):
         self.initial_norms = {key: master.initial_norm for key, master in self.masters.items()}
         self._head = head
         self._temperature = temperature
+        self._skip = 0.0 if rule.adam else skip
         self._wrote = False
 
     def begin_response(self) -> None:
@@ -46,15 +50,16 @@ class Dense(Form):
             residual = residual.bfloat16()  # a third of the time; fp16 has no room for small entries
         gradients = {}
         if "weight" in self.masters:
-            gradients["weight"] = Factors(residual, normed * scale)
+            gradients["weight"] = factors(residual, normed * scale, self._skip)
         if "norm" in self.masters:
+            # Of the whole residual: small entries that all point one way do matter to a sum over the vocabulary.
             row = gain_gradient(residual, weight, unit * scale).unsqueeze(0)
-            gradients["norm"] = Factors(row.new_ones(1, 1), row)
+            gradients["norm"] = factors(row.new_ones(1, 1), row, 0.0)
         return loss, gradients
 
-    def prepare(self, gradients: dict[str, Factors], norms: dict[str, float], scale: float, count: int) -> None:
+    def prepare(self, gradients: dict[str, Factors], scale: float, count: int) -> None:
         for key, master in self.masters.items():
-            master.prepare(gradients[key], norms[key], scale, count)
+            master.prepare(gradients[key], scale, count)
 
     def drift(self) -> dict[str, float]:
         return {key: master.drift() for key, master in self.masters.items()}

@@ -28,11 +28,10 @@ class Form(ABC):
         """Loss and gradients at the weights as served, or at what the transaction has written."""
 
     @abstractmethod
-    def prepare(self, gradients: dict[str, Factors], norms: dict[str, float], scale: float, count: int) -> None:
+    def prepare(self, gradients: dict[str, Factors], scale: float, count: int) -> None:
         """Measure a step, writing none of it yet.
 
         Args:
-            norms: Frobenius norms of the gradients.
             scale: factor of the gradients (clipping).
             count: the step's number, from 1.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,12 +26,22 @@ class Window:
     [K+1, V] of its whole round alive: at most ``capacity`` such tensors, and none beyond an update.
     """
 
-    def __init__(self, head: OutputHead, capacity: int, recent: bool, temperature: float) -> None:
+    def __init__(
+        self, head: OutputHead, capacity: int, recent: bool, temperature: float, numbers: Iterator[int]
+    ) -> None:
+        """
+        Args:
+            numbers: where each position gets its id from.
+        """
         size, hidden = head.weight.shape
         blank = torch.empty(0, dtype=torch.float32, device=head.weight.device)
         self._rows = Rows(
-            blank.new_empty(capacity, hidden), blank.new_empty(capacity, size), blank.new_empty(capacity)
+            blank.new_empty(capacity, hidden),
+            blank.new_empty(capacity, size),
+            blank.new_empty(capacity),
+            torch.empty(capacity, dtype=torch.long, device=blank.device),
         )
+        self._numbers = numbers
         self._carries = torch.zeros(capacity, dtype=torch.bool)
         self._mass = torch.zeros(capacity)
         self._vocab = head.vocab
@@ -80,6 +92,7 @@ class Window:
         self._rows.features[at] = torch.cat([e.features.index_select(0, index) for e, index in indexed]).float()
         self._rows.teacher[at] = p
         self._rows.negentropy[at] = negent
+        self._rows.ids[at] = _numbered(len(at), self._numbers).to(device)
         self._carries[at.cpu()] = carries.cpu()
         self._mass[at.cpu()] = mass.cpu()
 
@@ -105,7 +118,8 @@ class Replay:
     probabilities rather than logits, since bf16 rounds a logit of 20 by 0.06 but a probability by 0.4 %.
     """
 
-    def __init__(self, head: OutputHead, mebibytes: float) -> None:
+    def __init__(self, head: OutputHead, mebibytes: float, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
         size, hidden = head.weight.shape
         self.capacity = int(mebibytes * 2**20) // ((size + hidden) * head.weight.element_size())
         self._features = head.weight.new_empty(self.capacity, hidden, requires_grad=False)
@@ -145,4 +159,9 @@ class Replay:
         teacher = self._teacher[at].float()
         # Rounding to the head's dtype leaves a sum a little off 1.
         teacher /= teacher.sum(-1, keepdim=True)
-        return Rows(self._features[at].float(), teacher, negentropy(teacher))
+        ids = _numbered(len(at), self._numbers).to(at)
+        return Rows(self._features[at].float(), teacher, negentropy(teacher), ids)
+
+
+def _numbered(count: int, numbers: Iterator[int]) -> Tensor:
+    return torch.tensor(list(itertools.islice(numbers, count)), dtype=torch.long)

@@ -74,14 +74,14 @@ class Master:
         self.moments = [Double(torch.zeros_like(self.weights.live)) for _ in range(2 if rule.adam else 0)]
         self._step = torch.empty_like(self.weights.live) if rule.adam else None
         self._rule = rule
-        self._moved = False
+        self.moved = False
         self.initial_norm = _norm(self.weights.live)
         self.reach = self.initial_norm  # a bound on ‖W‖, and so on each entry: ‖W₀‖ and the length of all steps
         self.path = 0.0
 
-    def prepare(self, gradient: Factors, norm: float, scale: float, count: int) -> None:
+    def prepare(self, gradient: Factors, scale: float, count: int) -> None:
         """Measure one step; see ``Form.prepare``."""
-        self._gradient, self._size = gradient, self._rule.lr * scale
+        self._gradient, self._size, norm = gradient, self._rule.lr * scale, gradient.norm
         if self._rule.adam:
             self._size, norm = self._adam(gradient, scale, count)
         self.path += self._size * norm
@@ -109,18 +109,30 @@ class Master:
     def write(self, keep: float) -> None:
         """Pull, step and publish; see ``Form.write``."""
         old, new = self.weights.advance()
-        left, right = self._gradient.left, self._gradient.right.to(self._gradient.left.dtype)
-        for start in range(0, len(new), BLOCK):
-            rows = slice(start, start + BLOCK)
-            block = new[rows]
-            if new is not old:
-                block.copy_(old[rows])
-            if keep < 1:
-                # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
-                block.lerp_(self.initial[rows].float(), 1 - keep)
-            direction = (left[:, rows].t() @ right).float() if self._step is None else self._step[rows]
-            block.sub_(direction, alpha=self._size)
-            self.published[rows].copy_(block)
+        if new is not old:
+            new.copy_(old)
+        if keep < 1:
+            self._pull(new, keep)
+        left, right, rows = self._gradient.left, self._gradient.right, self._gradient.rows
+        right = right.to(left.dtype)
+        if rows is not None:
+            moved = new.index_select(0, rows).sub_((left.t() @ right).float(), alpha=self._size)
+            new.index_copy_(0, rows, moved)
+            self.published.index_copy_(0, rows, moved.to(self.published.dtype))
+            return
+        for some in _blocks(new):
+            direction = (left[:, some].t() @ right).float() if self._step is None else self._step[some]
+            self.published[some].copy_(new[some].sub_(direction, alpha=self._size))
+
+    def pull(self, keep: float) -> None:
+        """W ← W₀ + keep·(W - W₀), in place and for good."""
+        self._pull(self.weights.live, keep)
+
+    def _pull(self, weights: Tensor, keep: float) -> None:
+        """As ``pull``, and published."""
+        for some in _blocks(weights):
+            # lerp is exact where W = W₀, so weights that never moved stay bit-identical.
+            self.published[some].copy_(weights[some].lerp_(self.initial[some].float(), 1 - keep))
 
     def settle(self, keep: bool) -> None:
         """End a transaction: the candidate becomes live, or it is dropped."""
@@ -130,34 +142,38 @@ class Master:
             self.published.copy_(self.weights.live)
         if keep:
             self.reach += self.path
-            self._moved = True
+            self.moved = True
         self.path = 0.0
 
     def restore(self) -> None:
         """Back to the initial weights and moments; free where nothing was ever committed."""
-        if not self._moved:
+        if not self.moved:
             return
         self.weights.live.copy_(self.initial)
         self.published.copy_(self.initial)
         for moment in self.moments:
             moment.live.zero_()
         self.reach = self.initial_norm
-        self._moved = False
+        self.moved = False
 
     def state(self) -> dict[str, Any]:
         moments = [m.live for m in self.moments]
-        return {"weights": self.weights.live, "moments": moments, "moved": self._moved, "reach": self.reach}
+        return {"weights": self.weights.live, "moments": moments, "moved": self.moved, "reach": self.reach}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.weights.live.copy_(state["weights"])
         for moment, kept in zip(self.moments, state["moments"], strict=True):
             moment.live.copy_(kept)
-        self._moved, self.reach = state["moved"], state["reach"]
+        self.moved, self.reach = state["moved"], state["reach"]
         self.published.copy_(self.weights.live)
 
     def distance(self) -> float:
         """‖W - W₀‖ / ‖W₀‖ of the masters."""
         return _norm(self.weights.live - self.initial) / self.initial_norm if self.initial_norm else math.inf
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK) for start in range(0, len(x), BLOCK)]
 
 
 def _norm(x: Tensor) -> float:

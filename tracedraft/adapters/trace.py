@@ -7,14 +7,27 @@ cache stays valid. One class serves Reset (what is learnt is forgotten at each c
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tracedraft.adapters.choices import Inputs, Optimizer, Scope, Selection, Supervision, Trained, check
+from tracedraft.adapters.choices import (
+    Inputs,
+    Optimizer,
+    Scope,
+    Selection,
+    Supervision,
+    Trained,
+    Weights,
+    check,
+    positions,
+)
 from tracedraft.adapters.dense import Dense
+from tracedraft.adapters.form import Form
+from tracedraft.adapters.lowrank import LowRank
 from tracedraft.adapters.memory import Replay, Window
 from tracedraft.adapters.objective import Batch, Rows, served_kl, weighted
 from tracedraft.adapters.optim import Rule
@@ -43,7 +56,12 @@ class TraceSpec(InnerAdapterSpec):
         selection: which positions of the response are kept, the latest or a uniform sample.
         window: positions kept of a response.
         prompt_positions: positions kept of a prompt, a uniform sample.
+        form: how the trained tensors are held: ``dense``, fp32 masters; ``lowrank``, the head alone as factors, for
+            which see ``lowrank``.
+        max_rows: lowrank only: positions kept as factors, beyond which they are folded into dense weights.
         optimizer, lr, beta1, beta2, eps: the step; the betas and eps are Adam's.
+        skip: SGD only: share of the squared gradient that rows of the head left out of a step may hold together;
+            0: none is left out.
         steps: training steps an update.
         train: the tensors that change.
         temperature: T of the loss T²·KL.
@@ -68,11 +86,14 @@ class TraceSpec(InnerAdapterSpec):
     selection: Selection
     window: int
     prompt_positions: int
+    form: Weights
+    max_rows: int
     optimizer: Optimizer
     lr: float
     beta1: float
     beta2: float
     eps: float
+    skip: float
     steps: int
     train: Trained
     temperature: float
@@ -98,6 +119,16 @@ class TraceSpec(InnerAdapterSpec):
         return TraceAdapter(self, head, seed)
 
 
+def build_form(spec: TraceSpec, head: OutputHead) -> Form:
+    # One step without a guard is judged before it is written, so it can be written in place.
+    undo = spec.steps > 1 or spec.guard
+    if spec.form is Weights.lowrank:
+        return LowRank(head, spec.lr, spec.temperature, spec.max_rows, positions(spec), undo)
+    rule = Rule(spec.optimizer is Optimizer.adam, spec.lr, spec.beta1, spec.beta2, spec.eps)
+    trained = {Trained.norm: {"norm"}, Trained.head: {"weight"}, Trained.both: {"norm", "weight"}}[spec.train]
+    return Dense(head, trained, rule, spec.temperature, spec.skip, in_place=not undo)
+
+
 @dataclass
 class _Trial:
     """A candidate in the making: why it must not stand ("" if it may) and what was measured."""
@@ -114,17 +145,15 @@ class TraceAdapter(InnerAdapter):
     def __init__(self, spec: TraceSpec, head: OutputHead, seed: int) -> None:
         self.spec = spec
         self.head = head
-        rule = Rule(spec.optimizer is Optimizer.adam, spec.lr, spec.beta1, spec.beta2, spec.eps)
-        trained = {Trained.norm: {"norm"}, Trained.head: {"weight"}, Trained.both: {"norm", "weight"}}[spec.train]
-        # What is known before a step is written can't be wrong about one step alone.
-        self.form = Dense(head, trained, rule, spec.temperature, in_place=spec.steps == 1 and not spec.guard)
+        self.form = build_form(spec, head)
+        numbers = itertools.count()
         self.windows: dict[str, Window] = {}
         if spec.source is not Supervision.response:
-            self.windows["prompt"] = Window(head, spec.prompt_positions, False, spec.temperature)
+            self.windows["prompt"] = Window(head, spec.prompt_positions, False, spec.temperature, numbers)
         if spec.source is not Supervision.prompt:
             recent = spec.selection is Selection.recent
-            self.windows["response"] = Window(head, spec.window, recent, spec.temperature)
-        self.replay = Replay(head, spec.replay_mib)
+            self.windows["response"] = Window(head, spec.window, recent, spec.temperature, numbers)
+        self.replay = Replay(head, spec.replay_mib, numbers)
         if spec.replay_mib and not self.replay.capacity:
             raise UserError(f"adapter.replay_mib={spec.replay_mib}: too little for one position; 0 is off")
         self._seed = seed
@@ -254,8 +283,7 @@ class TraceAdapter(InnerAdapter):
             if not math.isfinite(loss):
                 trial.reason = "non-finite loss"
                 return trial
-            norms = {key: gradient.norm() for key, gradient in gradients.items()}
-            total = math.hypot(*norms.values())
+            total = math.hypot(*(gradient.norm for gradient in gradients.values()))
             if not math.isfinite(total):
                 trial.reason = "non-finite gradient"
                 return trial
@@ -263,7 +291,7 @@ class TraceAdapter(InnerAdapter):
                 trial.loss, trial.grad_norm = loss, total
             scale = min(1.0, spec.clip / total) if spec.clip and total else 1.0
             trial.count += 1
-            form.prepare(gradients, norms, scale, trial.count)
+            form.prepare(gradients, scale, trial.count)
             if not form.finite():
                 trial.reason = "non-finite weights"
                 return trial

@@ -1,8 +1,11 @@
-"""EAGLE-3 as a chain: one true slot per committed token, then its own output fed back."""
+"""EAGLE-3 as a chain or a tree: one true slot per committed token, then its own output fed back."""
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,8 +15,10 @@ from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, Pick
 from tracedraft.models import eagle3, weights
-from tracedraft.models.decoder import KVCache, Rope, causal_mask, rope_frequencies
+from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
+from tracedraft.models.eagle3_layouts import Reading
 from tracedraft.models.packing import pack
+from tracedraft.models.tree import grow
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
@@ -22,7 +27,7 @@ TRAINED = ("lm_head",)  # by inner adapters, in place
 
 
 class Eagle3Draft(Draft):
-    """Its KV cache keeps true slots only: rows that a chain writes are overwritten by the next true ones."""
+    """Its KV cache keeps true slots only: rows that a proposal writes are overwritten by the next true ones."""
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
         self.model, self.embedding = model, embedding
@@ -32,12 +37,16 @@ class Eagle3Draft(Draft):
     def head(self) -> OutputHead:
         return self._head
 
+    @property
+    def row_bytes(self) -> int:
+        layer = self.model.config.layer
+        return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.norm.weight.element_size())
+
     def begin(self, capacity: int) -> None:
         layer = self.model.config.layer
         like = self.model.norm.weight
         self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
-        frequencies = rope_frequencies(layer.head_dim, layer.rope_theta, layer.rope_scaling)
-        self.rope = Rope(frequencies.to(like.device), capacity, like.dtype)
+        self.rope = rope_table(layer, capacity, like.device, like.dtype)
         self.groups = layer.heads // layer.kv_heads
         self.length = 0
 
@@ -56,7 +65,7 @@ class Eagle3Draft(Draft):
         features, drafted, shares, outputs = self.last, [], [], []
         for depth in range(length):
             if depth:
-                features = self._slots(features, drafted[-1], self.length + depth - 1)
+                features = self._slots(self.model.feedback(features), drafted[-1], self.length + depth - 1)
             outputs.append(features)
             logits = self.head.logits(features)
             if pick is None:
@@ -68,59 +77,132 @@ class Eagle3Draft(Draft):
         probabilities = torch.cat(shares) if shares else None
         return Proposal(torch.cat(drafted), probabilities, self.head.vocab, torch.cat(outputs))
 
-    def _slots(self, features: Tensor, tokens: Tensor, start: int) -> Tensor:
-        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
+    @torch.inference_mode()
+    def propose_tree(self, nodes: int, depth: int, top_k: int) -> Proposal:
+        outputs, sees = [self.last], torch.zeros(1, 0, dtype=torch.bool, device=self.last.device)
+
+        def expand(ids: Tensor, origin: Tensor) -> Tensor:
+            nonlocal sees
+            own = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
+            start = self.length + sees.shape[1]
+            sees = torch.cat((sees[origin], own), dim=1)
+            position = self.length + len(outputs) - 1
+            tokens = self.head.vocab[ids]
+            outputs.append(self._slots(outputs[-1][origin], tokens, start, (position, sees)))
+            return self.head.logits(outputs[-1])
+
+        ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k)
+        return Proposal(self.head.vocab[ids], features=torch.cat(outputs)[source], tree=tree)
+
+    def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: tuple[int, Tensor] | None = None) -> Tensor:
+        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them.
+
+        Args:
+            beams: the position of all n, and which of the rows behind the true slots each sees [n, m].
+        """
         layer = self.model.midlayer
         stop = start + len(tokens)
-        rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+        if beams is None:
+            rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+            mask = causal_mask(start, len(tokens), stop, self.groups, features)
+        else:
+            position, sees = beams
+            rope = self.rope.cos[position : position + 1], self.rope.sin[position : position + 1]
+            mask = tree_mask(self.length, sees, stop, self.groups, features)
         keys, values = self.cache.keys[0][:, :, :stop], self.cache.values[0][:, :, :stop]
-        mask = causal_mask(start, len(tokens), stop, self.groups, features)
         inputs = layer.attention_input(self.embedding[tokens], features)
         attended = layer.self_attn(inputs[None], rope, keys, values, start, mask)
         return layer.finish(features, attended[0])
 
 
 @dataclass(frozen=True)
-class Eagle3Spec(DraftSpec):
-    """An EAGLE-3 checkpoint folder; a name without a slash ships with the package."""
+class Eagle3Spec(Reading, DraftSpec):
+    """An EAGLE-3 checkpoint as published, and how to read what it leaves open (see ``Reading``).
+
+    Attributes:
+        path: folder or hub id; a name without a slash ships with the package.
+        dtype: bfloat16, float16 or float32; None: the target's.
+        cache: folder where the hash of its weights is remembered.
+        revision: of the hub repository.
+    """
 
     name: str
     path: str | None
     dtype: str | None
     cache: str
+    revision: str | None = None
 
     def check(self, shape: TargetShape) -> None:
         """Raises UserError without such a checkpoint, or when it does not fit the target, saying in what."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        for key in ("rope_theta", "head_dim"):
+            if (value := getattr(self, key)) is not None and value <= 0:
+                raise UserError(f"draft.{key}={value}: expected above 0, or null for what the checkpoint says")
+        folder = self.folder()
+        check_fit(eagle3.read_config(folder, self), shape, folder)
+
+    def folder(self) -> Path:
+        """Where the checkpoint lies, fetched from the hub if need be."""
         if self.path is None:
             raise UserError(
-                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER, "
+                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER_OR_HUB_ID, "
                 "or draft=tiny for a dry run"
             )
-        if not self.folder.is_dir():
-            raise UserError(
-                f"draft.path={self.path!r}: no such folder (a name without a slash ships with the package, "
-                "./NAME lies here); python -m tracedraft.train makes one"
-            )
-        check_fit(eagle3.read_config(self.folder), shape, self.folder)
-
-    @property
-    def folder(self) -> Path:
-        assert self.path is not None
-        return ASSETS / self.path if "/" not in self.path else Path(self.path)
+        folder = ASSETS / self.path if "/" not in self.path else Path(self.path)
+        if folder.is_dir():
+            return folder
+        reason = "no such folder"
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.path):
+            try:
+                return _fetched(self.path, self.revision)
+            except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
+                reason += f", and not on the hub: {str(error).splitlines()[0]}"
+        raise UserError(
+            f"draft.path={self.path!r}: {reason} (a name without a slash ships with the package, "
+            "./NAME lies here); python -m tracedraft.train makes one"
+        )
 
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         """A fresh draft and its provenance."""
         self.check(target.shape)
-        folder = self.folder
-        like = target.model.norm.weight
+        folder = self.folder()
+        like = target.model.embed_tokens.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
-        model = eagle3.load(folder, dtype, like.device)
+        model = eagle3.load(folder, dtype, like.device, self)
         pack(model, keep=TRAINED)
         digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        embedding = target.model.embed_tokens.weight.to(dtype)
-        return Eagle3Draft(model, embedding), {"origin": str(self.path), "sha256": digest}
+        embedding, whose = like.to(dtype), "the target's"
+        if model.embed_tokens is not None:
+            own = model.embed_tokens.weight.data
+            if not _same(own, like):
+                embedding, whose = own, "its own"
+                _say(f"draft {self.path}: its token embeddings differ from the target's, and are used")
+            model.embed_tokens = None  # the target's are not kept twice
+        origin = {"origin": str(self.path), "sha256": digest, "revision": self.revision, "embedding": whose}
+        return Eagle3Draft(model, embedding), origin
+
+
+@cache
+def _fetched(name: str, revision: str | None) -> Path:
+    """A hub repository, looked up once a process: both arms of a run must have the same draft."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "pytorch_model.bin"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+
+
+def _same(own: Tensor, target: Tensor) -> bool:
+    """Whether two embeddings are one, at the coarser of their precisions."""
+    if own.shape != target.shape:
+        return False
+    return torch.equal(own, target.to(own.dtype)) or torch.equal(own.to(target.dtype), target)
+
+
+@cache
+def _say(line: str) -> None:
+    """Once a process: each arm of a run builds its own draft."""
+    print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -160,10 +242,18 @@ def check_fit(config: eagle3.Eagle3Config, shape: TargetShape, folder: Path) -> 
     """Raises UserError naming the first dimension in which draft and target differ."""
     pairs = {
         "hidden size": (config.target_hidden_size, shape.hidden_size),
-        "embedding size": (config.layer.hidden_size, shape.hidden_size),
+        "embedding size": (
+            shape.hidden_size if config.own_embedding else config.layer.hidden_size,
+            shape.hidden_size,
+        ),
         "vocabulary": (config.layer.vocab_size, shape.vocab_size),
         "number of tapped layers": (config.taps, shape.taps),
     }
     for what, (draft, served) in pairs.items():
         if draft != served:
             raise UserError(f"draft {folder} does not fit the target: its {what} is {draft}, the target's {served}")
+    if config.tapped and shape.tapped and config.tapped != shape.tapped:
+        raise UserError(
+            f"draft {folder} reads the inputs of the target's layers {list(config.tapped)}, and the target taps "
+            f"{list(shape.tapped)}: set target.taps={list(config.tapped)}, or draft.tap_ids if it counts otherwise"
+        )

@@ -74,6 +74,11 @@ class Rope:
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def rope_table(config: DecoderConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> Rope:
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    return Rope(frequencies.to(device), capacity, dtype)
+
+
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embeddings, half-split layout, to x [B, heads, T, E]."""
     cos, sin = rope
@@ -90,16 +95,21 @@ class KVCache:
     def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, like: Tensor):
         shape = (batch, kv_heads, capacity, head_dim)
         self.capacity = capacity
-        self.keys = [like.new_zeros(shape) for _ in range(layers)]
-        self.values = [like.new_zeros(shape) for _ in range(layers)]
+        self._hold(like.new_zeros(2, layers, *shape))
+
+    def _hold(self, rows: Tensor) -> None:
+        self.rows = rows  # [2, layers, B, kv_heads, S, E], of which the others are views
+        self.keys, self.values = (list(half.unbind()) for half in rows)
+
+    def move(self, start: int, rows: Tensor) -> None:
+        """Bring rows start + ``rows`` [n] of every layer to start … start+n-1."""
+        self.rows[..., start : start + len(rows), :] = self.rows[..., start + rows, :]
 
     def grown(self, capacity: int) -> KVCache:
         """The same rows with room for ``capacity``: for passes that need not round alike, as training's."""
         larger = copy(self)
         larger.capacity = capacity
-        room = (0, 0, 0, capacity - self.capacity)
-        larger.keys = [F.pad(keys, room) for keys in self.keys]
-        larger.values = [F.pad(values, room) for values in self.values]
+        larger._hold(F.pad(self.rows, (0, 0, 0, capacity - self.capacity)))
         return larger
 
     @staticmethod
@@ -111,6 +121,16 @@ def causal_mask(start: int, width: int, capacity: int, groups: int, like: Tensor
     """Additive mask [G*width, S]: token t of the pass sees cache rows 0 … start + t."""
     rows = torch.arange(start, start + width, device=like.device)
     hidden = torch.arange(capacity, device=like.device) > rows[:, None]
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
+
+
+def tree_mask(start: int, sees: Tensor, capacity: int, groups: int, like: Tensor) -> Tensor:
+    """Additive mask [G*T, S]: every token of the pass sees cache rows before ``start``, and of the m rows from there
+    those that ``sees`` [T, m] says."""
+    width, rows = sees.shape
+    hidden = sees.new_ones(width, capacity)
+    hidden[:, :start] = False
+    hidden[:, start : start + rows] = ~sees
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
 
 
@@ -226,22 +246,36 @@ class Decoder(nn.Module):
         return KVCache(c.layers, batch, c.kv_heads, capacity, c.head_dim, self.norm.weight)
 
     def rope(self, capacity: int) -> Rope:
-        c = self.config
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        return Rope(frequencies.to(self.norm.weight.device), capacity, self.norm.weight.dtype)
+        return rope_table(self.config, capacity, self.norm.weight.device, self.norm.weight.dtype)
 
     def forward(
-        self, tokens: Tensor, start: int, cache: KVCache, rope: Rope, taps: tuple[int, ...]
+        self,
+        tokens: Tensor,
+        start: int,
+        cache: KVCache,
+        rope: Rope,
+        taps: tuple[int, ...],
+        tree: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run tokens [B, T] at positions start … start+T-1, writing their cache rows.
+
+        Args:
+            tree: how far after start the position of each token is [T], and which tokens of the pass it sees
+                [T, T]; None: a chain.
 
         Returns:
             hidden [B, T, H] after the final norm; taps [B, T, taps*H], low layer first.
         """
         x = self.embed_tokens(tokens)
         width = tokens.shape[1]
-        at = rope.cos[start : start + width], rope.sin[start : start + width]
-        mask = causal_mask(start, width, cache.capacity, self.config.heads // self.config.kv_heads, x)
+        groups = self.config.heads // self.config.kv_heads
+        if tree is None:
+            at = rope.cos[start : start + width], rope.sin[start : start + width]
+            mask = causal_mask(start, width, cache.capacity, groups, x)
+        else:
+            depths, sees = tree
+            at = rope.cos[start + depths], rope.sin[start + depths]
+            mask = tree_mask(start, sees, cache.capacity, groups, x)
         tapped = []
         for i, layer in enumerate(self.layers):
             if i in taps:

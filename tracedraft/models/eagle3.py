@@ -1,14 +1,15 @@
-"""The EAGLE-3 draft network (Li et al., arXiv 2503.01840) and its published checkpoint layout.
+"""The EAGLE-3 draft network (Li et al., arXiv 2503.01840), and its checkpoints on disk.
 
 Slot i fuses the target's tapped features H_i with the embedding of token i+1 at rotary position i and
-predicts token i+2. Deeper chain slots take the network's own pre-norm output in place of fused features.
+predicts token i+2. Deeper chain slots take the network's own pre-norm output in place of fused features
+(EAGLE-3.1: the normed output). How checkpoints differ: ``eagle3_layouts``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,43 +17,36 @@ from torch import Tensor, nn
 
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
+from tracedraft.models import eagle3_layouts as layouts
 from tracedraft.models import weights
-from tracedraft.models.decoder import MLP, Attention, DecoderConfig, RMSNorm
-
-
-@dataclass(frozen=True)
-class Eagle3Config:
-    """``layer`` holds the midlayer's shape; ``layer.vocab_size`` is the target's vocabulary."""
-
-    layer: DecoderConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    taps: int
-    fc_norm: bool
+from tracedraft.models.decoder import MLP, Attention, RMSNorm
+from tracedraft.models.eagle3_layouts import Eagle3Config, Layout, Reading, VocabMap, read_config
 
 
 class MidLayer(nn.Module):
-    """The one decoder layer, over [embedding, fused features]; the residual is the un-normed feature."""
+    """The one decoder layer, over [embedding, fused features]; the residual is the feature, un-normed as a rule."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: Eagle3Config):
         super().__init__()
-        size, eps = config.hidden_size, config.eps
+        size, eps = config.layer.hidden_size, config.layer.eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(2 * size, config)
+        self.self_attn = Attention(2 * size, config.layer)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(size, config.intermediate_size)
+        self.mlp = MLP(size, config.layer.intermediate_size)
+        self.norm_before_residual = config.norm_before_residual
 
     def attention_input(self, embedded: Tensor, features: Tensor) -> Tensor:
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), dim=-1)
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
-        features = features + attended
+        residual = self.hidden_norm(features) if self.norm_before_residual else features
+        features = residual + attended
         return features + self.mlp(self.post_attention_layernorm(features))
 
 
 class Eagle3(nn.Module):
-    """Parameters carry the published names; ``embed_tokens`` is the target's and is not saved."""
+    """Parameters carry SafeAILab's names; ``embed_tokens`` is the target's unless the checkpoint has its own."""
 
     d2t: Tensor
     t2d: Tensor
@@ -64,7 +58,11 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(config.taps * config.target_hidden_size, size, bias=False)
         norms = [RMSNorm(config.target_hidden_size, config.layer.eps) for _ in range(config.taps)]
         self.fc_norm = nn.ModuleList(norms if config.fc_norm else [])
-        self.midlayer = MidLayer(config.layer)
+        width = config.taps * config.target_hidden_size
+        self.input_norm = RMSNorm(width, config.layer.eps) if config.norm_before_fc else None
+        vocab_size = config.layer.vocab_size
+        self.embed_tokens = nn.Embedding(vocab_size, size) if config.own_embedding else None
+        self.midlayer = MidLayer(config)
         self.norm = RMSNorm(size, config.layer.eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -84,102 +82,107 @@ class Eagle3(nn.Module):
     def fuse(self, taps: Tensor) -> Tensor:
         """Target taps [..., taps*H_target] to features [..., H].
 
-        Taps hold massive activations in a few dimensions; newer checkpoints norm each tap first.
+        Taps hold massive activations in a few dimensions; newer checkpoints norm each tap first, or all as one.
         """
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
         if self.fc_norm:
             parts = taps.chunk(self.config.taps, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(taps)
 
+    def feedback(self, outputs: Tensor) -> Tensor:
+        """What the chain's next slot takes for features, of pre-norm outputs [..., H].
 
-def read_config(folder: Path) -> Eagle3Config:
-    """The draft's shape, from the raw ``config.json``: a missing rope_theta means 10000 there.
-
-    Raises:
-        UserError: no config, or a required key is missing.
-    """
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"draft: {folder / 'config.json'} cannot be read: {error}") from error
-    try:
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        layer = DecoderConfig(
-            vocab_size=raw["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
-            layers=1,
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads", heads),
-            head_dim=raw.get("head_dim") or hidden // heads,
-            eps=raw["rms_norm_eps"],
-            rope_theta=raw.get("rope_theta", 10000.0),
-            rope_scaling=raw.get("rope_scaling"),
-            tied=False,
-            context=raw.get("max_position_embeddings", 2048),
-        )
-        return Eagle3Config(
-            layer=layer,
-            draft_vocab_size=raw["draft_vocab_size"],
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
-            taps=raw.get("num_taps", 3),
-            fc_norm=bool(raw.get("fc_norm", False)),
-        )
-    except KeyError as error:
-        raise UserError(f"draft: {folder / 'config.json'} lacks the key {error.args[0]!r}") from error
+        Normed ones depend on the norm that adapters train, but no cached slot does: those read taps.
+        """
+        return self.norm(outputs) if self.config.norm_output else outputs
 
 
-def load(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Eagle3:
-    """A checkpoint in SafeAILab layout.
+def load(
+    folder: Path, dtype: torch.dtype | None, device: str | torch.device, reading: Reading | None = None
+) -> Eagle3:
+    """A checkpoint in any of the published layouts.
+
+    Args:
+        dtype: None keeps each tensor's own.
+        reading: how to read what checkpoints leave open.
 
     Raises:
-        UserError: unreadable, incomplete or mis-shaped, by file and tensor.
+        UserError: unreadable, incomplete, mis-shaped or open to more than one reading, by file, tensor or key.
     """
-    config = read_config(folder)
+    reading = reading or Reading()
+    config = read_config(folder, reading)
     with torch.device("meta"):
         model = Eagle3(config)
     state = {}
-    for name, tensor in weights.tensors(folder):
-        if name != "embed_tokens.weight":
-            state[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-    if config.draft_vocab_size == config.layer.vocab_size:
-        ids = torch.arange(config.draft_vocab_size, device=device)
-        state |= {"d2t": torch.zeros_like(ids), "t2d": torch.ones_like(ids, dtype=torch.bool)}
+    for name, tensor in layouts.tensors(folder):
+        state[name] = tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+    if not config.fc_norm:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("fc_norm.")}
+    state |= _vocabulary(state, config, reading, folder)
     weights.load_module(model, weights.fuse(state, folder), folder)
-    vocab = model.vocab
-    if bool((vocab < 0).any()) or bool((vocab >= config.layer.vocab_size).any()):
-        raise UserError(f"draft: {folder}: d2t maps outside the target vocabulary of {config.layer.vocab_size}")
     return model.eval()
 
 
-def save(model: Eagle3, folder: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in SafeAILab layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    layer = asdict(model.config.layer)
-    raw = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": layer["hidden_size"],
-        "intermediate_size": layer["intermediate_size"],
-        "num_hidden_layers": 1,
-        "num_attention_heads": layer["heads"],
-        "num_key_value_heads": layer["kv_heads"],
-        "head_dim": layer["head_dim"],
-        "rms_norm_eps": layer["eps"],
-        "rope_theta": layer["rope_theta"],
-        "rope_scaling": layer["rope_scaling"],
-        "max_position_embeddings": layer["context"],
-        "vocab_size": layer["vocab_size"],
-        "draft_vocab_size": model.config.draft_vocab_size,
-        "target_hidden_size": model.config.target_hidden_size,
-        "num_taps": model.config.taps,
-        "fc_norm": model.config.fc_norm,
-    }
+def _vocabulary(state: dict[str, Tensor], config: Eagle3Config, reading: Reading, folder: Path) -> dict[str, Tensor]:
+    """``d2t`` [D] and ``t2d`` [V] of a checkpoint that may have both, one, or neither.
+
+    Raises:
+        UserError: none, where the vocabularies differ; or targets outside the target's vocabulary.
+    """
+    size, target_size = config.draft_vocab_size, config.layer.vocab_size
+    d2t, t2d = state.get("d2t"), state.get("t2d")
+    index = torch.arange(size, device=state["lm_head.weight"].device)
+    if size == target_size or (d2t is None and t2d is None and reading.d2t is VocabMap.identity):
+        ids = index
+    elif d2t is not None:
+        ids = d2t + index if len(d2t) == size else d2t
+    elif t2d is not None:
+        ids = t2d.nonzero().flatten()
+    else:
+        raise UserError(
+            f"draft: {folder} has neither d2t nor t2d, so nothing says which {size} of the target's {target_size} "
+            "tokens it drafts: set draft.d2t=identity if they are the first ones"
+        )
+    if bool((ids < 0).any()) or bool((ids >= target_size).any()):
+        raise UserError(f"draft: {folder}: d2t maps outside the target vocabulary of {target_size}")
+    members = torch.zeros(target_size, dtype=torch.bool, device=ids.device)
+    members[ids] = True
+    if len(ids) != size or int(members.sum()) != size:
+        raise UserError(f"draft: {folder}: the head has {size} tokens, d2t or t2d names {int(members.sum())}")
+    if size == target_size:
+        return {"d2t": torch.zeros_like(index), "t2d": members}
+    return {"d2t": ids - index if d2t is None else d2t, "t2d": members if t2d is None else t2d}
+
+
+def save(
+    model: Eagle3,
+    folder: Path,
+    dtype: torch.dtype | None,
+    layout: Layout = Layout.safeailab,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``.
+
+    Raises:
+        UserError: the disk refused it.
+
+    Args:
+        dtype: None keeps each tensor's own.
+        config: what ``config.json`` says; None: the draft's shape.
+    """
+    said = config or layouts.to_json(model.config, layout, dtype or model.fc.weight.dtype)
     state = weights.split_fused(dict(model.state_dict()), model.config.layer)
-    state = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
-    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(raw, indent=2) + "\n"))
-    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
+    if model.config.draft_vocab_size == model.config.layer.vocab_size:
+        del state["d2t"], state["t2d"]  # engines expect no map then
+    state = {
+        layouts.named(name, layout): (t.to(dtype) if dtype and t.is_floating_point() else t).contiguous()
+        for name, t in state.items()
+    }
+    instead = "choose another folder"
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(said, indent=2) + "\n"), instead)
+    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p), instead)
 
 
 def start_from(

@@ -13,6 +13,7 @@ from tracedraft.target import DTYPES, LlamaTarget, Served, check_device, default
 from tracedraft.types import TargetShape
 
 HIDDEN = 32
+LAYERS = 8
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -47,7 +48,7 @@ class TinyTargetSpec:
     drafts: dict[str, str | None]
 
     def shape(self) -> TargetShape:
-        return TargetShape(HIDDEN, len(byte_tokenizer()), 3)
+        return TargetShape(HIDDEN, len(byte_tokenizer()), 3, default_taps(LAYERS), LAYERS)
 
     def build(self) -> Served:
         check_device(self.device, self.dtype)
@@ -56,7 +57,7 @@ class TinyTargetSpec:
             vocab_size=len(tokenizer),
             hidden_size=HIDDEN,
             intermediate_size=64,
-            layers=8,
+            layers=LAYERS,
             heads=4,
             kv_heads=2,
             head_dim=8,

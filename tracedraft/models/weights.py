@@ -19,6 +19,7 @@ from tracedraft.files import write_atomically
 from tracedraft.models.decoder import Decoder, DecoderConfig
 from tracedraft.models.gguf import convert
 
+_CHOOSE = "choose another paths.cache"
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -126,6 +127,25 @@ def load_decoder(folder: Path, config: DecoderConfig, dtype: torch.dtype, device
     return model.requires_grad_(False).eval()
 
 
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, read without the weights.
+
+    Raises:
+        UserError: a corrupt or truncated file, by name.
+    """
+    found = {}
+    for file in weight_files(folder):
+        if file.suffix == ".bin":
+            found |= {name: tuple(tensor.shape) for name, tensor in _pickled(file)}
+            continue
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{file}: corrupt or truncated weight file ({error}); fetch it again") from error
+    return found
+
+
 def fuse(state: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
     """Join q/k/v and gate/up rows, as ``models.decoder`` keeps them: fewer, larger products.
 
@@ -194,8 +214,8 @@ def sha256_of(files: list[Path], cache: Path) -> str:
     for file in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
-        write_atomically(memo, lambda path: path.write_text(digest.hexdigest()))
+    with contextlib.suppress(UserError):  # a cache that cannot be written costs time only
+        write_atomically(memo, lambda path: path.write_text(digest.hexdigest()), _CHOOSE)
     return digest.hexdigest()
 
 
@@ -205,7 +225,7 @@ def converted_gguf(gguf: Path, sha256: str | None, cache: Path) -> tuple[Path, s
     De-quantising takes about 15 seconds for 135M parameters, reading the result back under one.
 
     Raises:
-        UserError: the file is not the one that ``sha256`` names.
+        UserError: the file is not the one that ``sha256`` names, or the cache can't be written.
     """
     if not gguf.is_file():
         raise UserError(f"{gguf} is missing; reinstall its package")
@@ -215,8 +235,5 @@ def converted_gguf(gguf: Path, sha256: str | None, cache: Path) -> tuple[Path, s
         raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
     folder = cache / "gguf" / found[:16]
     if not folder.is_dir():
-        try:
-            write_atomically(folder, lambda path: convert(gguf, path))
-        except OSError as error:
-            raise UserError(f"{folder} can't be written ({error.strerror}): choose another paths.cache") from error
+        write_atomically(folder, lambda path: convert(gguf, path), _CHOOSE)
     return folder, found

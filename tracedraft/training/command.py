@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -12,11 +13,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
-from tracedraft.config import build_spec, plain
+from tracedraft.config import build_spec, check_settings, plain
 from tracedraft.errors import UserError
-from tracedraft.files import write_atomically
+from tracedraft.files import exclusive, remove_scratch, write_atomically
 from tracedraft.target import Served
 from tracedraft.training import corpus, loop
+
+LOCK = ".lock"
+OTHER_CORPUS = "choose another corpus=FOLDER"
+OTHER_OUT = "choose another out=FOLDER; corpus=FOLDER and training.init=FOLDER carry over"
 
 
 def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
@@ -24,8 +29,7 @@ def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
     file = folder / "settings.json"
     if file.exists() and (kept := json.loads(file.read_text())) != settings:
         raise UserError(f"{folder} was made with other settings ({', '.join(differing(kept, settings))}): {instead}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"))
+    write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"), instead)
 
 
 def differing(a: Any, b: Any, key: str = "") -> list[str]:
@@ -38,8 +42,9 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     """Write what is missing of the corpus, then train; the best draft is in ``folder/draft``.
 
     Raises:
-        UserError: a draft kind that cannot be trained, or too little disk.
+        UserError: a draft kind that cannot be trained, a folder of other settings or in use, or too little disk.
     """
+    check_settings(cfg)
     if cfg.draft.name != "eagle3":
         raise UserError(f"draft={cfg.draft.name!r} has no trainer: choose draft=eagle3")
     text: corpus.TextSpec = build_spec(cfg.text, "text")
@@ -52,28 +57,42 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     served = target_spec.build()
-    loop.check(spec, served.target, len(text.makers(served)))
-    made = plain(text)
-    source = {name: value for name, value in made.items() if name != "tokens"}
-    keep_settings(Path(cfg.corpus), {"target": served.provenance, "text": source}, "choose another corpus=FOLDER")
-    settings = {"target": served.provenance, "text": made, "training": plain(spec)}
-    keep_settings(folder, settings, "choose another out=FOLDER; corpus=FOLDER and training.init=FOLDER carry over")
+    makers = text.makers(served)
+    loop.check(spec, served.target, len(makers))
+    prompts = list(corpus.benchmark_prompts(Path(cfg.paths.data) if cfg.paths.data else None))
+    made = identity(served, text, prompts)
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        write_corpus(served, text, Path(cfg.corpus), cfg.paths.data, bar)
-        shards = [corpus.shard_file(Path(cfg.corpus), i) for i in range(len(text.makers(served)))]
-        train(served, shards, spec, folder, bar)
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with exclusive(folder / LOCK, OTHER_OUT), bar:
+        files = [corpus.shard_file(Path(cfg.corpus), i) for i in range(len(makers))]
+        with exclusive(Path(cfg.corpus) / LOCK, OTHER_CORPUS):
+            source = {name: value for name, value in made["text"].items() if name != "tokens"}
+            keep_settings(Path(cfg.corpus), {**made, "text": source}, OTHER_CORPUS)
+            keep_settings(folder, {**made, "training": plain(spec)}, OTHER_OUT)
+            write_corpus(served, text, files, prompts, bar)
+        remove_scratch(folder / "draft")
+        train(served, files, spec, folder, bar)
     print(f"draft: {folder / 'draft'}")
 
 
-def write_corpus(served: Served, text: corpus.TextSpec, folder: Path, benchmarks: str | None, bar: Progress) -> None:
-    prompts = corpus.benchmark_prompts(Path(benchmarks) if benchmarks else None)
-    total = len(text.makers(served)) * text.batch * text.length
-    have = min(len(corpus.shards(folder)) * text.batch * text.length, total)
-    task = bar.add_task("corpus", total=total, completed=have, note="tokens")
+def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[str, Any]:
+    """What decides a corpus: with another of these, shards of the same name hold something else."""
+    target = served.target
+    shape = {"taps": list(target.taps), "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.")}
+    digest = f"sha256:{hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}" if prompts else None
+    return {
+        "target": {**served.provenance, **shape, "context": target.context},
+        "text": text.identity(),
+        "paths.data": digest,
+    }
+
+
+def write_corpus(served: Served, text: corpus.TextSpec, files: list[Path], prompts: list[str], bar: Progress) -> None:
     shard, began, new = text.batch * text.length, time.monotonic(), 0
-    for written in corpus.write(served, text, folder, prompts):
+    total, have = len(files) * shard, sum(file.exists() for file in files) * shard
+    task = bar.add_task("corpus", total=total, completed=have, note="tokens")
+    for written in corpus.write(served, text, files[0].parent, prompts):
         bar.advance(task, written)
         new += written
         if new % shard == 0 and not bar.console.is_terminal:
@@ -90,12 +109,10 @@ def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Pa
 
     def report(done: loop.Progress) -> None:
         nonlocal held_out
-        if done.held_out is not None:
-            point = curve_point(done, time.monotonic() - began)
-            with (folder / "curve.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(point) + "\n")
+        if done.checked:
+            point = trainer.curve[-1]
             held_out = f"held-out tau {show(point['tau_greedy'])} greedy, {show(point['tau_sampled'])} sampled"
-            left = point["seconds"] / (done.step - start) * (done.steps - done.step) / 60
+            left = (time.monotonic() - began) / (done.step - start) * (done.steps - done.step) / 60
             line = f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {held_out}  {left:.0f} min left"
             bar.console.print(line, highlight=False)
         bar.update(task, completed=done.step, note=f"loss {done.loss:.3f}  {held_out}")
@@ -103,24 +120,6 @@ def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Pa
     trainer.run(folder, report)
     if trainer.step < trainer.steps:
         print(f"stopped early: {spec.patience} checks without a better tau than {trainer.best:.3f}")
-
-
-def curve_point(done: loop.Progress, seconds: float) -> dict[str, Any]:
-    """One line of ``curve.jsonl``; ``seconds`` since this sitting began."""
-    assert done.held_out is not None
-    greedy, sampled = done.held_out.greedy, done.held_out.sampled
-    return {
-        "step": done.step,
-        "tokens": done.tokens,
-        "seconds": round(seconds, 1),
-        "loss": done.loss,
-        "tau": done.held_out.tau,
-        "tau_greedy": greedy.tau,
-        "tau_sampled": sampled.tau,
-        "acceptance_greedy": greedy.acceptance,
-        "acceptance_sampled": sampled.acceptance,
-        "coverage": sampled.coverage,
-    }
 
 
 def show(value: float | None) -> str:

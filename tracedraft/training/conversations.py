@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracedraft.config import plain
 from tracedraft.errors import UserError
 from tracedraft.target import Served
 from tracedraft.training.corpus import Maker, TextSpec
 
+Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
 CHUNK = 512  # tokens of one pass over a conversation
 
@@ -30,6 +33,10 @@ class ConversationsSpec(TextSpec):
     """
 
     path: str | None
+
+    def identity(self) -> dict[str, Any]:
+        assert self.path is not None
+        return {**plain(self), "path": f"sha256:{hashlib.sha256(Path(self.path).read_bytes()).hexdigest()}"}
 
     def makers(self, served: Served) -> list[Maker]:
         """The file is read whole here, so that a bad line is named before any work is done."""
@@ -52,44 +59,62 @@ class ConversationsSpec(TextSpec):
         return {**shard, "greedy": torch.zeros(len(rows), dtype=torch.bool)}
 
 
-def read_conversations(path: str | None) -> list[list[dict[str, str]]]:
-    """Raises UserError naming the file and the first line that is not a conversation."""
+def read_conversations(path: str | None) -> list[tuple[str, list[Message]]]:
+    """Each conversation after its file and line; raises UserError naming the first that is none."""
     if path is None:
         raise UserError("text.path is not set: give a JSONL file of conversations, text.path=FILE")
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"text.path={path}: cannot be read: {error}") from error
-    found = [checked(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    places = [(f"text.path={path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    found = [(where, checked(line, where)) for where, line in places]
     if not found:
         raise UserError(f"text.path={path}: holds no conversation")
     return found
 
 
-def checked(line: str, where: str) -> list[dict[str, str]]:
+def checked(line: str, where: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         fits = all(m["role"] in ROLES and isinstance(m["content"], str) for m in messages)
     except (ValueError, KeyError, TypeError):
         messages, fits = [], False
-    if not fits or not any(m["role"] == "assistant" for m in messages):
+    roles = [m["role"] for m in messages] if fits else []
+    if "assistant" not in roles or "user" not in roles[: roles.index("assistant")]:
         raise UserError(
             f'{where}: expected {{"messages": [{{"role": …, "content": …}}, …]}} with roles '
-            f"{', '.join(ROLES)} and at least one answer"
+            f"{', '.join(ROLES)} and at least one answer, after a user's message"
         )
     return messages
 
 
-def encoded(served: Served, conversations: list[list[dict[str, str]]]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of each conversation, cut to the target's context, and which of them are an answer's."""
-    for messages in conversations:
+def encoded(served: Served, conversations: list[tuple[str, list[Message]]]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each conversation, cut to the target's context, and which of them are an answer's.
+
+    As in serving, an answer's tokens begin where the opened template ends. What follows the last one is left out.
+
+    Raises:
+        UserError: the chat template refuses a conversation or rewrites what came before, by file and line.
+    """
+    for where, messages in conversations:
         tokens: list[int] = []
         answer: list[bool] = []
         text = ""
-        for i, message in enumerate(messages):
-            before = _render(served.tokenizer, messages[:i], True) if message["role"] == "assistant" else text
-            after = _render(served.tokenizer, messages[: i + 1], False)
-            for piece, said in ((before[len(text) :], False), (after[len(before) :], message["role"] == "assistant")):
+        for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+            before = _render(served.tokenizer, messages[:i], True, where)
+            after = _render(served.tokenizer, messages[: i + 1], False, where)
+            if not before.startswith(text):
+                raise UserError(
+                    f"{where}: the target's chat template rewrites what stands before message {i + 1} (drops the "
+                    "reasoning of a former answer, say): make it conversations of one answer each"
+                )
+            if not after.startswith(before):
+                raise UserError(
+                    f"{where}: the target's chat template shows message {i + 1} otherwise than serving begins an "
+                    "answer (with a mark of reasoning, say): leave the conversation out"
+                )
+            for piece, said in ((before[len(text) :], False), (after[len(before) :], True)):
                 ids = served.tokenizer(piece, add_special_tokens=False)["input_ids"]
                 tokens += ids
                 # the template may add a line end behind the end token, which serving never comes to
@@ -99,8 +124,12 @@ def encoded(served: Served, conversations: list[list[dict[str, str]]]) -> Iterat
         yield tokens[: served.target.context], answer[: served.target.context]
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]], opened: bool) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened) if messages else ""
+def _render(tokenizer: Any, messages: list[Message], opened: bool, where: str) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
+    except Exception as error:  # templates raise whatever their author chose
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{where}: the target's chat template refuses it: {reason}") from error
 
 
 @torch.inference_mode()

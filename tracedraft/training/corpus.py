@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tracedraft.config import plain
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.target import Served
@@ -33,6 +35,10 @@ class TextSpec(ABC):
         for key in ("batch", "length"):
             if getattr(self, key) < 1:
                 raise UserError(f"text.{key}={getattr(self, key)}: expected at least 1")
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the text, files by their content."""
+        return plain(self)
 
     @abstractmethod
     def makers(self, served: Served) -> list[Maker]:
@@ -83,7 +89,8 @@ def write(served: Served, spec: TextSpec, folder: Path, prompts: Iterable[str]) 
     for index in missing:
         shard = yield from makers[index]()
         block(shard, served.tokenizer, known)
-        write_atomically(shard_file(folder, index), lambda path, shard=shard: save_file(shard, path))
+        file = shard_file(folder, index)
+        write_atomically(file, lambda path, shard=shard: save_file(shard, path), "choose another corpus=FOLDER")
 
 
 def check_disk(served: Served, spec: TextSpec, folder: Path, missing: int) -> None:

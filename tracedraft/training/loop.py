@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from tracedraft.training.corpus import read_shard, rows_of
 from tracedraft.training.objective import OBJECTIVES, Batch, teacher_of_hidden, training_time_test, weighted
 from tracedraft.training.replay import Tally, hits, replay
 
+CURVE = "curve.jsonl"
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
 
 
@@ -91,12 +95,12 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Progress:
+    """After a step; ``checked``, with a new point of the curve."""
+
     step: int
     steps: int
-    tokens: int
     loss: float
-    held_out: HeldOut | None
-    best: float
+    checked: bool
 
 
 def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozenset[int]) -> Tensor:
@@ -114,7 +118,8 @@ def new_draft(target: LlamaTarget, vocab: Tensor, spec: TrainingSpec) -> eagle3.
     """One layer of the target's own width, its head and norm started from the target's."""
     layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
     size = layer.hidden_size
-    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(target.taps), spec.fc_norm))
+    taps = target.taps
+    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(taps), spec.fc_norm, tapped=taps))
     model.set_vocab(vocab)
     head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
     eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)
@@ -144,8 +149,14 @@ def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
         check_fit(eagle3.read_config(Path(spec.init)), target.shape, Path(spec.init))
 
 
+KEPT = ("step", "tokens", "seconds", "best", "worse", "curve")
+
+
 class Trainer:
-    """Training state: model, optimiser and position in the schedule; ``save`` and ``resume`` keep all of it."""
+    """Training state, all of which ``state.pt`` keeps: model, optimiser, position in the schedule, and the curve.
+
+    ``curve.jsonl`` is written from the kept curve, so that no kill between the two loses or doubles a point.
+    """
 
     def __init__(self, target: LlamaTarget, files: list[Path], spec: TrainingSpec):
         check(spec, target, len(files))
@@ -153,14 +164,16 @@ class Trainer:
         self.files, self.held_out = files[1:], files[:1]
         self.device = target.model.norm.weight.device
         self.model = self._draft().to(self.device).requires_grad_(True)
-        self.embedding = target.model.embed_tokens.weight.float()
+        own = self.model.embed_tokens
+        self.embedding = (target.model.embed_tokens if own is None else own).weight.detach().float()
         self.head = target.model.lm_head.weight[self.model.vocab]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
         )
         rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
-        self.step, self.best, self.worse = 0, 0.0, 0
+        self.step, self.tokens, self.seconds, self.best, self.worse = 0, 0, 0.0, 0.0, 0
+        self.curve: list[dict[str, Any]] = []
 
     def _draft(self) -> eagle3.Eagle3:
         if self.spec.init is None:
@@ -191,16 +204,18 @@ class Trainer:
         return self.step >= self.steps or (self.spec.patience is not None and self.worse >= self.spec.patience)
 
     def run(self, folder: Path, report: Callable[[Progress], None]) -> None:
-        tokens, each = 0, self.steps // self.spec.epochs
+        each, earlier, began = self.steps // self.spec.epochs, self.seconds, time.monotonic()
         while not self.finished:
             rng = torch.Generator().manual_seed(self.spec.seed * 1000 + self.step // each)
             for raw in itertools.islice(batches(self.files, self.spec, rng), self.step % each, None):
                 loss = self._optimise(self.batch(raw))
-                tokens += raw["tokens"].numel()
+                self.tokens += raw["tokens"].numel()
                 self.step += 1
                 due = self.step % self.spec.evaluate_every == 0 or self.step >= self.steps
-                held_out = self.keep_best(folder) if due else None
-                report(Progress(self.step, self.steps, tokens, loss, held_out, self.best))
+                if due:
+                    self.seconds = earlier + time.monotonic() - began
+                    self.keep_best(folder, loss)
+                report(Progress(self.step, self.steps, loss, due))
                 if self.finished:
                     return
 
@@ -233,22 +248,41 @@ class Trainer:
                 kinds[bool(shard["greedy"][row])].add(tally)
         return HeldOut(kinds[True], kinds[False])
 
-    def keep_best(self, folder: Path) -> HeldOut:
-        """Evaluate, write the draft if it is the best so far, and the state in any case."""
+    def keep_best(self, folder: Path, loss: float) -> None:
+        """Evaluate, write the draft if it is the best so far, and state and curve in any case."""
         held_out = self.evaluate()
         better = held_out.tau > self.best
         self.best, self.worse = max(self.best, held_out.tau), 0 if better else self.worse + 1
+        self.curve.append(self._point(held_out, loss))
         if better:
             eagle3.save(self.model, folder / "draft", torch.bfloat16)
         state = {
-            "step": self.step,
-            "best": self.best,
-            "worse": self.worse,
+            **{name: getattr(self, name) for name in KEPT},
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        write_atomically(folder / "state.pt", lambda path: torch.save(state, path))
-        return held_out
+        write_atomically(folder / "state.pt", lambda path: torch.save(state, path), "choose another out=FOLDER")
+        self._write_curve(folder)
+
+    def _point(self, held_out: HeldOut, loss: float) -> dict[str, Any]:
+        """One line of the curve; tokens and ``seconds`` of all sittings together."""
+        greedy, sampled = held_out.greedy, held_out.sampled
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 1),
+            "loss": loss,
+            "tau": held_out.tau,
+            "tau_greedy": greedy.tau,
+            "tau_sampled": sampled.tau,
+            "acceptance_greedy": greedy.acceptance,
+            "acceptance_sampled": sampled.acceptance,
+            "coverage": sampled.coverage,
+        }
+
+    def _write_curve(self, folder: Path) -> None:
+        lines = "".join(json.dumps(point) + "\n" for point in self.curve)
+        write_atomically(folder / CURVE, lambda path: path.write_text(lines), "choose another out=FOLDER")
 
     def resume(self, folder: Path) -> None:
         path = folder / "state.pt"
@@ -257,4 +291,6 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.head = self.target.model.lm_head.weight[self.model.vocab]
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+            for name in KEPT:
+                setattr(self, name, state[name])
+            self._write_curve(folder)

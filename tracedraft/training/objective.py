@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracedraft.models.decoder import Attention, Rope, rope_frequencies
+from tracedraft.models.decoder import Attention, rope_table
 from tracedraft.models.eagle3 import Eagle3
 
 ROWS = 256  # of logits at a time: 256 x 8,192 in fp32 stay within a CPU's cache
@@ -81,10 +81,8 @@ def chain(model: Eagle3, embedding: Tensor, tokens: Tensor, taps: Tensor, steps:
     Args:
         embedding: [V, H] the target's token embeddings, frozen.
     """
-    layer, shape = model.midlayer, model.config.layer
-    length = tokens.shape[1]
-    frequencies = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling).to(embedding.device)
-    rope = Rope(frequencies, length + steps, torch.float32)
+    layer, length = model.midlayer, tokens.shape[1]
+    rope = rope_table(model.config.layer, length + steps, embedding.device, torch.float32)
     hidden = torch.ones(length, length, dtype=torch.bool, device=embedding.device).triu(1)
     features = model.fuse(taps)
     keys, values = [], []
@@ -96,8 +94,9 @@ def chain(model: Eagle3, embedding: Tensor, tokens: Tensor, taps: Tensor, steps:
         q, key, value = layer.self_attn.project(layer.attention_input(embedded, features), at)
         keys.append(key)
         values.append(value)
-        features = layer.finish(features, chain_attention(layer.self_attn, q, keys, values, hidden))
-        yield features
+        outputs = layer.finish(features, chain_attention(layer.self_attn, q, keys, values, hidden))
+        yield outputs
+        features = model.feedback(outputs)
 
 
 def training_time_test(

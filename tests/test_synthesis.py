@@ -1,0 +1,133 @@
+"""Text that the target writes itself: right states, right flags, and the same again."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import recompute
+from training_cases import TEXT, served, synthesise
+
+from tracedraft.errors import UserError
+from tracedraft.training import corpus as corpora
+from tracedraft.training import synthesis
+
+
+def test_shards_hold_what_a_teacher_forced_pass_gives(corpus):
+    """Rows were written a token a pass in a batch; here each is one pass. float32 noise at taps of size ~50."""
+    assert len(corpus) == 3
+    target, checked = served().target, 0
+    for file in corpus:
+        shard = corpora.read_shard(file)
+        assert {name: tuple(t.shape) for name, t in shard.items()} == {
+            "tokens": (16, 128), "argmax": (16, 128), "answer": (16, 128),
+            "counts": (16, 128), "greedy": (16,), "taps": (16, 128, 96), "hidden": (16, 128, 32),
+        }  # fmt: skip
+        for i in range(16):
+            taps, hidden, logits = recompute(target, shard["tokens"][i].tolist())
+            torch.testing.assert_close(shard["taps"][i], taps, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(shard["hidden"][i], hidden, rtol=1e-4, atol=1e-4)
+            best = logits.topk(2).values
+            clear = best[:, 0] - best[:, 1] > 1e-3
+            assert torch.equal(shard["argmax"][i].long()[clear], logits.argmax(dim=1)[clear])
+            checked += int(clear.sum())
+    assert checked > 0.98 * 3 * 16 * 128
+
+
+def rows(files: list[Path]) -> Iterator[tuple[int, list[int], list[int], list[bool]]]:
+    """Number, tokens, argmax and answer flags of every row of every shard."""
+    for file in files:
+        shard = corpora.read_shard(file)
+        columns = (shard[name].tolist() for name in ("tokens", "argmax", "answer"))
+        yield from zip(range(TEXT.batch), *columns, strict=True)
+
+
+def test_rows_follow_the_chat_template(corpus):
+    """Each row opens as the template does; an end token is followed by the other role's header, and what the
+    target then writes is flagged as answer, its end token included, in answers only."""
+    tokenizer, ends, turns = served().tokenizer, served().target.eos_ids, {True: 0, False: 0}
+    template = synthesis.template_of(tokenizer)
+    assert tokenizer.decode(template.to_answer) == "\n<|im_start|>assistant\n"
+    assert tokenizer.decode(template.to_question) == "\n<|im_start|>user\n"
+    header = {True: template.to_answer, False: template.to_question}
+    systems = 0
+    for _, tokens, _, answer in rows(corpus):
+        head = re.match(r"<\|im_start\|>(system\n.*<\|im_end\|>\n<\|im_start\|>)?user\n", tokenizer.decode(tokens))
+        assert head is not None
+        systems += head[1] is not None
+        at = len(tokenizer(head[0], add_special_tokens=False)["input_ids"])
+        answering, start = False, 0
+        assert not any(answer[:at])
+        while at < len(tokens):
+            forced = header[answering][: len(tokens) - at] if start else []
+            assert tokens[at : at + len(forced)] == forced
+            assert not any(answer[at : at + len(forced)])
+            at += len(forced)
+            start = at
+            follows = header[not answering]
+            while at < len(tokens):  # openings, which are given, may hold an end token
+                at += 1
+                if tokens[at - 1] in ends and (
+                    answering or tokens[at : at + len(follows)] == follows[: len(tokens) - at]
+                ):
+                    break
+            else:
+                at += 1
+            assert all(flag == answering for flag in answer[start:at])
+            turns[answering] += at <= len(tokens)
+            answering = not answering
+    assert min(turns.values()) > 20, "too few turns ended for the test to mean anything"
+    assert 0 < systems < 3 * TEXT.batch
+
+
+def test_answers_of_even_rows_are_greedy_and_no_others(corpus):
+    right, total = [0, 0], [0, 0]
+    for i, tokens, argmax, answer in rows(corpus):
+        for t in range(len(tokens) - 1):
+            if answer[t + 1]:
+                total[i % 2] += 1
+                right[i % 2] += tokens[t + 1] == argmax[t]
+    assert min(total) > 100
+    assert right[0] == total[0]
+    assert right[1] < 0.9 * total[1]
+    assert corpora.read_shard(corpus[0])["greedy"].tolist() == [True, False] * 8
+
+
+def test_same_seed_same_shard_and_only_the_missing_one_is_written(corpus, tmp_path):
+    assert synthesise(tmp_path) == TEXT.tokens
+    mine = corpora.shards(tmp_path)
+    assert [file.read_bytes() for file in mine] == [file.read_bytes() for file in corpus]
+    assert mine[0].read_bytes() != mine[1].read_bytes()
+    stamps = [file.stat().st_mtime_ns for file in mine]
+    mine[1].unlink()
+    assert synthesise(tmp_path) == TEXT.tokens // 3
+    assert mine[1].read_bytes() == corpus[1].read_bytes()
+    assert [mine[i].stat().st_mtime_ns for i in (0, 2)] == [stamps[0], stamps[2]]
+    assert synthesise(tmp_path) == 0
+    other = dataclasses.replace(TEXT, tokens=TEXT.batch * TEXT.length, seed=1)
+    synthesise(tmp_path / "other", other)
+    assert corpora.shards(tmp_path / "other")[0].read_bytes() != mine[0].read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
+    """The need is that of the files that would be written; a twentieth of the disk stays free."""
+    short = dataclasses.replace(TEXT, tokens=2 * 16 * 128)
+    synthesise(tmp_path / "real", short, dtype)
+    written = sum(file.stat().st_size for file in corpora.shards(tmp_path / "real"))
+
+    def free(size: float) -> None:
+        monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+
+    free(written / 0.94)
+    corpora.check_disk(served(dtype), short, tmp_path, 2)
+    free(written / 0.97)
+    with pytest.raises(UserError, match=r"the corpus still needs .* are free: lower text\.tokens or move"):
+        list(corpora.write(served(dtype), short, tmp_path / "new", []))
+    assert corpora.shards(tmp_path / "new") == []
+    assert list(corpora.write(served(dtype), short, tmp_path / "real", [])) == []  # nothing to write, none needed

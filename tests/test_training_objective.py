@@ -1,0 +1,112 @@
+"""The training-time test and its teacher, against the reference's own trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import golden_folder, golden_json, golden_tensors, recompute
+
+from tracedraft.models import eagle3
+from tracedraft.training.objective import (
+    Batch,
+    chain,
+    teacher_of,
+    teacher_of_hidden,
+    training_time_test,
+    weighted,
+)
+
+
+@pytest.fixture
+def golden_model(tmp_path):
+    def make(name: str) -> eagle3.Eagle3:
+        return eagle3.load(golden_folder(name, tmp_path / name), torch.float32, "cpu").requires_grad_(True)
+
+    return make
+
+
+def golden_batch(model: eagle3.Eagle3) -> Batch:
+    given = golden_tensors("eagle3_tiny")
+    teacher, in_vocab = teacher_of(given["train_teacher_logits"][None], model)
+    counts = given["train_loss_mask"][None].float()
+    everywhere = torch.ones_like(counts, dtype=torch.bool)
+    return Batch(given["train_input_ids"][None], given["train_features"][None], teacher, in_vocab, counts, everywhere)
+
+
+def test_golden_losses_and_gradients(golden_model, golden_decoder):
+    """Tolerances of the reference: loss 1e-5, gradients 1e-3, relative. Fused rows are split again."""
+    model, expected = golden_model("eagle3_tiny"), golden_json("eagle3_tiny")["training"]
+    losses = training_time_test(model, golden_decoder.embed_tokens.weight, golden_batch(model), expected["steps"])
+    assert [loss.loss.item() for loss in losses] == pytest.approx(expected["ploss"], rel=1e-5)
+    total = weighted(losses, 0.8)
+    assert total.item() == pytest.approx(expected["total"], rel=1e-5)
+    total.backward()
+    got = {}
+    for name, parameter in model.named_parameters():
+        if "qkv" in name:
+            pieces = zip("qkv", parameter.grad.split((32, 16, 16)), strict=True)
+            got |= {name.replace("qkv", part): piece for part, piece in pieces}
+        elif "gate_up" in name:
+            pieces = zip(("gate", "up"), parameter.grad.split((96, 96)), strict=True)
+            got |= {name.replace("gate_up", part): piece for part, piece in pieces}
+        else:
+            got[name] = parameter.grad
+    assert {name: float(g.norm()) for name, g in got.items()} == pytest.approx(expected["grad_l2"], rel=1e-3)
+    for name in ("fc.weight", "norm.weight"):
+        whole = golden_tensors("eagle3_tiny")[f"grad.{name}"]
+        assert (got[name] - whole).norm() < 1e-3 * whole.norm()
+
+
+def test_golden_logits_of_each_step(golden_model, golden_decoder):
+    """Losses could agree by luck of averaging. The last k+1 slots have no next token; the reference pads."""
+    model, expected = golden_model("eagle3_tiny"), golden_tensors("eagle3_tiny")
+    batch = golden_batch(model)
+    steps = list(chain(model, golden_decoder.embed_tokens.weight, batch.tokens, batch.taps, 3))
+    for k, hidden in enumerate(steps):
+        n = 24 - 1 - k
+        assert hidden.shape[1] == n
+        torch.testing.assert_close(hidden[0], expected["ttt_hidden"][k, :n], rtol=0, atol=1e-4)
+        logits = model.lm_head(model.norm(hidden))[0]
+        torch.testing.assert_close(logits, expected["ttt_logits"][k, :n], rtol=0, atol=1e-4)
+
+
+def test_golden_losses_with_every_position_counted(golden_model, golden_decoder):
+    """The reference's padded rows count only if token 0 is a draft token, which it is not here."""
+    model, expected = golden_model("eagle3_tiny"), golden_json("eagle3_tiny")["training"]["full_mask_variant"]
+    assert not expected["token0_in_draft_vocab"]
+    batch = golden_batch(model)
+    batch = dataclasses.replace(batch, counts=torch.ones_like(batch.counts))
+    losses = training_time_test(model, golden_decoder.embed_tokens.weight, batch, 3)
+    assert [loss.loss.item() for loss in losses] == pytest.approx(expected["ploss"], rel=1e-5)
+    assert weighted(losses, 0.8).item() == pytest.approx(expected["total"], rel=1e-5)
+
+
+def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
+    """Loss and accuracy where the draft is right more often than not, through the target's own features."""
+    model, golden = golden_model("eagle3_e2e"), golden_json("eagle3_e2e")["training_metrics"]
+    taps, _, logits = recompute(golden_target, golden["input_ids"])
+    teacher, in_vocab = teacher_of(logits, model)
+    mask = torch.tensor(golden["loss_mask"], dtype=torch.float32)
+    tokens, everywhere = torch.tensor(golden["input_ids"])[None], torch.ones(1, len(mask), dtype=torch.bool)
+    batch = Batch(tokens, taps[None], teacher[None], in_vocab[None], mask[None], everywhere)
+    losses = training_time_test(model, golden_target.model.embed_tokens.weight, batch, golden["steps"])
+    assert [loss.loss.item() for loss in losses] == pytest.approx(golden["ploss"], rel=1e-4)
+    assert weighted(losses, 0.8).item() == pytest.approx(golden["total"], rel=1e-4)
+    accuracy = [float(loss.correct / mask[k:].sum()) for k, loss in enumerate(losses)]
+    assert accuracy == pytest.approx(golden["accuracy"], abs=1e-6)
+    assert min(accuracy) > 0.5
+
+
+def test_teacher_from_hidden_states_is_the_teacher_from_logits(golden_model, golden_target):
+    """Only the order of sums differs: 1e-6 of logits below 20, so 2e-5 of a probability."""
+    model = golden_model("eagle3_tiny")
+    _, hidden, logits = recompute(golden_target, golden_json("target_tiny")["prompt"])
+    teacher, in_vocab = teacher_of(logits, model)
+    again = teacher_of_hidden(hidden, golden_target.model.lm_head.weight[model.vocab])
+    torch.testing.assert_close(again, teacher, rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(teacher.sum(-1), torch.ones(12))
+    inside = [int(row.argmax()) in model.vocab.tolist() for row in logits]
+    assert in_vocab.tolist() == inside
+    assert len(set(inside)) == 2

@@ -1,0 +1,433 @@
+"""Draft trees: grown like a slow reference grows them and like the published ones, verified by brute force, counted,
+and leaving the caches that a linear pass leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import CPU, GOLDEN, chain, chi_square, golden_json, recompute, tiny, tree
+from decode_cases import FIXED, PROMPT, adapter_spec, lens, respond_with
+from safetensors.torch import load_file
+from test_decode import YAMLS, plain
+from test_decode_learning import evidence_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tracedraft.decode import audit, respond
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Draft
+from tracedraft.meter import Meter
+from tracedraft.models.tree import grow, linked, top
+from tracedraft.types import Proposal, Response
+from tracedraft.verify import Sampling, choose, verify_tree
+
+aten = torch.ops.aten
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Growing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("levels", [1, 2, 9, None])
+def test_top_names_the_lowest_of_equal_numbers(dtype, levels):
+    """``levels`` different numbers, zeros of both signs among them; None: hardly two alike."""
+    scores = normal(20, 300).to(dtype)
+    if levels is not None:
+        scores = (scores * levels / 4).round().clamp(-(levels // 2), levels // 2)
+        scores[:, ::2] *= -1
+        assert levels == 1 or bool(scores[scores == 0].signbit().any())
+    for count in (1, 7, 300):
+        expected = [sorted(range(300), key=lambda i, row=row: (-row[i], i))[:count] for row in scores.tolist()]
+        assert top(scores, count).tolist() == expected
+
+
+def logits_after(path: tuple[int, ...], vocab: int, levels: int | None) -> Tensor:
+    """[D] made of the path alone; of a few levels only, so that nearly everything ties, or of any value."""
+    row = normal(vocab, seed=hash(path) % 2**31)
+    return row if levels is None else (row * levels / 4).round()
+
+
+def slow_tree(vocab: int, levels: int | None, nodes: int, depth: int, top_k: int) -> list[tuple[int, ...]]:
+    """Path of each node, one candidate at a time."""
+    candidates, beams = [], [(0.0, ())]
+    for _ in range(depth):
+        fresh = []
+        for score, path in beams:
+            row = logits_after(path, vocab, levels)
+            shares = row.log_softmax(dim=0)
+            for token in sorted(range(vocab), key=lambda i: (-float(row[i]), i))[:top_k]:
+                fresh.append((float(torch.tensor(score) + shares[token]), (*path, token)))
+        candidates += fresh
+        beams = sorted(fresh, key=lambda candidate: -candidate[0])[:top_k]  # stable: of equal ones the first
+    ranked = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])
+    return [candidates[i][1] for i in sorted(ranked[: nodes - 1])]
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """Tokens from the root to each row of a pass but the first."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("levels", [None, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("nodes", "depth", "top_k"), [(2, 1, 1), (6, 5, 1), (5, 1, 4), (12, 4, 4), (24, 5, 6), (60, 8, 10), (25, 3, 3)]
+)
+def test_trees_grow_like_a_slow_reference(levels, nodes, depth, top_k):
+    for vocab in (11, 300):
+        beams: list[list[tuple[int, ...]]] = [[()]]
+
+        def expand(ids: Tensor, origin: Tensor, vocab=vocab, beams=beams) -> Tensor:
+            pairs = zip(ids.tolist(), origin.tolist(), strict=True)
+            beams.append([(*beams[-1][o], i) for i, o in pairs])
+            return torch.stack([logits_after(path, vocab, levels) for path in beams[-1]])
+
+        first = logits_after((), vocab, levels)[None]
+        ids, made, source = grow(first, expand, nodes, depth, top_k)
+        got = paths_of(ids.tolist(), made.parents.tolist())
+        assert got == slow_tree(vocab, levels, nodes, depth, top_k)
+        assert made.depths.tolist() == [0, *map(len, got)]
+        rows = [(), *got]
+        sees = [[path[: len(other)] == other for other in rows] for path in rows]
+        assert made.ancestors.tolist() == sees
+        fed = [path for level in beams for path in level]
+        assert {rows[p] for p in made.parents[1:].tolist()} == {fed[source[p]] for p in made.parents[1:].tolist()}, (
+            "an output is not that of the row whose continuations came from it"
+        )
+        assert all(fed[source[p]] == rows[p] for p in made.parents[1:].tolist())
+
+
+def test_a_vocabulary_smaller_than_the_tree_asks_for_gives_what_there_is():
+    ids, made, _ = grow(normal(1, 2), lambda ids, _: normal(len(ids), 2), nodes=60, depth=3, top_k=10)
+    assert len(ids) == 2 + 4 + 4
+    assert made.ancestors.shape == (11, 11)
+
+
+@pytest.mark.parametrize(("case", "nodes", "depth", "top_k"), [("a", 12, 4, 4), ("b", 24, 5, 6)])
+def test_golden_trees(golden_draft, case, nodes, depth, top_k):
+    """Node by node: the smallest gap between scores that decide is 4e-3."""
+    golden, draft = load_file(GOLDEN / "eagle3_tree.safetensors"), golden_draft("eagle3_tiny")
+    draft.begin(64)
+    draft.extend(golden["round1_features"], golden["round1_tokens"][1:])
+    for prefix in (f"{case}.", f"{case}.round2."):
+        for _ in range(2):  # a proposal leaves no trace
+            proposal = draft.propose_tree(nodes, depth, top_k)
+            assert proposal.tree is not None
+            assert torch.equal(proposal.tokens, golden[prefix + "draft_tokens"][1:])
+            assert torch.equal(proposal.tree.parents[1:], golden[prefix + "parents"][1:])
+            assert torch.equal(proposal.tree.depths, golden[prefix + "position_ids"])
+            assert torch.equal(proposal.tree.ancestors, golden[prefix + "tree_mask"].bool())
+        draft.extend(golden["round2_new_features"], golden["round2_tokens"][-3:])
+
+
+class Ops(TorchDispatchMode):
+    """Counts what is asked of the device, and notes what waits for its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.waits = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        masks = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if masks or func.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal):
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_growing_reads_nothing_back_and_works_on_all_nodes_at_once(golden_draft):
+    draft, golden = golden_draft("eagle3_tiny"), load_file(GOLDEN / "eagle3_tree.safetensors")
+    draft.begin(128)
+    draft.extend(golden["round1_features"], golden["round1_tokens"][1:])
+    counts = set()
+    for nodes, top_k in ((2, 1), (12, 4), (60, 10)):
+        with Ops() as ops:
+            draft.propose_tree(nodes, 4, top_k)
+        assert ops.waits == []
+        counts.add(ops.count)
+    assert len(counts) == 1, "as many operations for 60 nodes as for 2"
+    with Ops() as ops:
+        bool(torch.ones(3)[torch.ones(3) > 0].nonzero().sum() > 1)
+    assert len(ops.waits) == 3, "the counter sees what waits"
+
+
+# Verification
+
+
+def test_a_pass_over_a_tree_is_a_pass_over_each_path(golden_target):
+    """Every row of random trees, the rejected ones too; then the pass after a path was committed. fp32 noise is 1e-5
+    at logits of size 10."""
+    prompt, width = PROMPT[:9], 24
+    for seed in range(6):
+        rng = torch.Generator().manual_seed(seed)
+        size = [24, 17, 2, 9, 24, 13][seed]
+        parents = [0] + [int(torch.randint(max(0, i - 4), i, (1,), generator=rng)) for i in range(1, size)]
+        tokens = torch.randint(golden_target.vocab_size, (size,), generator=rng)
+        golden_target.begin(64, width, 4)
+        golden_target.prefill(prompt)
+        passed = golden_target.verify(tokens, linked(torch.tensor(parents), size))
+        paths = [(), *paths_of(tokens[1:].tolist(), parents)]
+        for row, path in enumerate(paths):
+            parts = recompute(golden_target, [*prompt, int(tokens[0]), *path])
+            for got, expected in zip((passed.taps, passed.hidden, passed.logits), parts, strict=True):
+                torch.testing.assert_close(got[row], expected[-1], rtol=0, atol=1e-3)
+        at, rows = size - 1, [size - 1]
+        while at:
+            at = parents[at]
+            rows.insert(0, at)
+        golden_target.commit(len(rows), torch.tensor(rows))
+        text = [*prompt, int(tokens[0]), *paths[-1]]
+        assert golden_target.length == len(text)
+        after = golden_target.verify(torch.tensor([5, 6])).logits
+        torch.testing.assert_close(after, recompute(golden_target, [*text, 5, 6])[2][-2:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verify_tree_by_brute_force(temperature):
+    """A walk from the root, each node's successor drawn by itself, on random trees of few tokens."""
+    seen = set()
+    for trial in range(400):
+        vocab, size, position = 4, 2 + trial % 11, 5 + trial
+        sampling = Sampling(temperature, 0.9, 3, key=trial)
+        rng = torch.Generator().manual_seed(trial)
+        parents, tokens = [0], []
+        for row in range(1, size):
+            taken = set(zip(parents[1:], tokens, strict=True))
+            free = [(p, t) for p in range(row) for t in range(vocab) if (p, t) not in taken]
+            parent, token = free[int(torch.randint(len(free), (1,), generator=rng))]
+            parents.append(parent)
+            tokens.append(token)
+        shape = linked(torch.tensor(parents), size)
+        logits = normal(size, vocab, seed=trial)
+        at, expected, rows = 0, [], [0]
+        while True:
+            expected.append(int(choose(logits[at : at + 1], sampling, position + len(rows) - 1)))
+            children = {tokens[i - 1]: i for i in range(1, size) if parents[i] == at}
+            if expected[-1] not in children:
+                break
+            at = children[expected[-1]]
+            rows.append(at)
+        found = verify_tree(logits, torch.tensor(tokens), shape, sampling, position)
+        assert (found.accepted, found.tokens, found.rows.tolist()) == (len(rows) - 1, expected, rows)
+        assert found.tested == len(rows) - 1 + bool(children)
+        seen.add((found.accepted, found.tested))
+    assert {(0, 1), (1, 1), (1, 2), (2, 2), (2, 3)} <= seen
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_golden_law_of_one_round(case):
+    """What a round says, against exact probabilities that others derived; false alarms for 1e-4 of all keys."""
+    golden = golden_json("sampling")["deterministic_tree"]
+    temperature, outcomes = (golden["cases"][case][key] for key in ("temperature", "outcomes"))
+    shape = linked(torch.tensor([0, *golden["parents"][1:]]), 3)
+    tokens, logits = torch.tensor(golden["node_tokens"][1:]), torch.tensor(golden["logits_per_node"])
+    index = {tuple(outcome["tokens"]): i for i, outcome in enumerate(outcomes)}
+    counts = torch.zeros(len(outcomes))
+    for key in range(4000):
+        counts[index[tuple(verify_tree(logits, tokens, shape, Sampling(temperature, 1.0, 0, key), 9).tokens)]] += 1
+    assert chi_square(counts, torch.tensor([outcome["prob"] for outcome in outcomes], dtype=torch.float64)) > 1e-4
+
+
+# The whole loop
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 2])
+@pytest.mark.parametrize("run", [0, 1, 2])
+def test_golden_rounds(golden_target, golden_draft, prompt, run):
+    """Tokens and counts of every round of the published program, its chain as a tree of one beam included."""
+    case = golden_json("eagle3_e2e")["prompts"][prompt]
+    golden = case["runs"][run]
+    draft = golden_draft("eagle3_e2e")
+    proposed = trees_of(draft)
+    said = [*golden["tokens"], golden["next_root"]]
+    made = respond_with(
+        golden_target, draft, FIXED.build(None, 0), case["prompt"], shape=tree, max_new_tokens=len(said),
+        tree_nodes=golden["total_token"], tree_depth=golden["depth"] + 1, tree_top_k=golden["top_k"],
+    )  # fmt: skip
+    assert made.tokens == said
+    assert made.accepted_per_round == golden["accepted_per_round"]
+    for got, expected in zip(proposed, golden["first_rounds"], strict=False):
+        parents = [0, *expected["parents"][1:]]
+        # nodes of nearly equal score may swap numbers
+        assert set(got) == set(paths_of(expected["draft_tokens"][1:], parents))
+
+
+def trees_of(draft: Draft) -> list[list[tuple[int, ...]]]:
+    """Paths of the trees that ``draft`` proposes from now on."""
+    noted, propose = [], draft.propose_tree
+
+    def noting(*shape: int) -> Proposal:
+        proposal = propose(*shape)
+        assert proposal.tree is not None
+        noted.append(paths_of(proposal.tokens.tolist(), proposal.tree.parents.tolist()))
+        return proposal
+
+    draft.propose_tree = noting
+    return noted
+
+
+def check_counts(made: Response, proposed: list[list[tuple[int, ...]]], full: list[int], depths: int) -> None:
+    """Against the proposals, the response and the target's endless text, path by path."""
+    at, accepted, trials, survivals = 1, [], [0] * depths, [0] * depths
+    for paths in proposed:
+        kept = 0
+        while at + kept < len(made.tokens):
+            before, token = tuple(full[at : at + kept]), full[at + kept]
+            if not any(path[:-1] == before for path in paths):
+                break
+            trials[kept] += 1
+            if (*before, token) not in paths:
+                break
+            survivals[kept] += 1
+            kept += 1
+        accepted.append(kept)
+        at += kept + 1
+    assert (made.accepted_per_round, made.trials, made.survivals) == (accepted, trials, survivals)
+    assert made.rounds == len(proposed)
+    assert made.accepted == sum(accepted)
+    assert len(made.tokens) == 1 + made.accepted + made.rounds - made.cut
+    assert made.cut in (0, 1)
+
+
+@pytest.mark.parametrize("limit", [*range(1, 14), 40, 64])
+def test_every_limit_and_end_token_ends_exactly(golden_target, golden_draft, limit):
+    case = golden_json("eagle3_e2e")["prompts"][1]
+    full = case["hf_greedy"]
+    for end in (None, full[limit - 1]):
+        golden_target.eos_ids = frozenset() if end is None else frozenset({end})
+        draft = golden_draft("eagle3_e2e")
+        proposed = trees_of(draft)
+        count = limit if end is None else 64
+        made = respond_with(
+            golden_target,
+            draft,
+            FIXED.build(None, 0),
+            case["prompt"],
+            shape=tree,
+            max_new_tokens=count,
+            cache_bucket=1,
+        )
+        assert made.tokens == full[: limit if end is None else full.index(end) + 1]
+        check_counts(made, proposed, full, 5)
+
+
+@pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_tree_of_one_beam_is_the_chain(golden_target, golden_draft, yaml, temperature):
+    """Count by count, and what learners are shown row by row: what they learn is the same, too."""
+    made, shown = [], []
+    for shape in (chain(chain_length=5), tree(tree_nodes=6, tree_depth=5, tree_top_k=1)):
+        spec = dataclasses.replace(shape, temperature=temperature, max_new_tokens=50)
+        draft = golden_draft("eagle3_e2e")
+        learner = {} if yaml.stem in ("fixed", "control_frozen") else {"inputs": "both"}
+        adapter = adapter_spec(yaml.stem, **learner).build(draft.head, 0)
+        shown.append(evidence_of(adapter))
+        adapter.begin_conversation()
+        made.append(respond(golden_target, draft, adapter, PROMPT, spec, 3, Meter(CPU)))
+    one, other = made
+    for name in ("tokens", "accepted_per_round", "trials", "survivals", "cut", "ended"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert [u.round for u in one.updates if u.committed] == [u.round for u in other.updates if u.committed]
+    for (source, features, teacher), (source_2, features_2, teacher_2) in zip(*shown, strict=True):
+        assert source == source_2
+        # float32 noise at features and logits of size 10
+        torch.testing.assert_close(features, features_2, rtol=0, atol=1e-3)
+        torch.testing.assert_close(teacher, teacher_2, rtol=0, atol=1e-3)
+
+
+def test_tree_evidence_is_what_the_path_was_and_what_the_target_says_there(golden_target, golden_draft):
+    """Row i: the output that named the tokens after the i-th row of the accepted path, and the target's logits at
+    that prefix, recomputed; the last row only if tokens followed there."""
+    draft = golden_draft("eagle3_e2e")
+    proposed, adapter = trees_of(draft), FIXED.build(None, 0)
+    shown = evidence_of(adapter)
+    made = respond_with(golden_target, draft, adapter, shape=tree, max_new_tokens=60)
+    pieces = [piece for piece in shown if piece[0] == "chain"]
+    assert len(pieces) == made.rounds
+    at, deep, unfollowed = 1, 0, 0
+    logits = recompute(golden_target, PROMPT + made.tokens)[2][len(PROMPT) :]
+    rounds = zip(made.accepted_per_round[:-1], pieces[:-1], proposed[:-1], strict=True)
+    for accepted, (_, features, teachers), paths in rounds:
+        path = tuple(made.tokens[at : at + accepted])
+        followed = any(other[:-1] == path for other in paths)
+        assert len(features) == accepted + followed
+        named = draft.head.vocab[top(draft.head.logits(features), 6)].tolist()
+        for depth, tokens in enumerate(named):
+            after = [other[-1] for other in paths if other[:-1] == path[:depth]]
+            assert after == tokens[: len(after)] != []
+        torch.testing.assert_close(teachers, logits[at - 1 :][: len(features)], rtol=0, atol=1e-3)
+        deep, unfollowed = deep + (len(features) > 1), unfollowed + (not followed)
+        at += accepted + 1
+    assert deep > 2
+    assert unfollowed > 0
+
+
+def test_caches_after_a_tree_are_those_of_a_linear_pass(golden_target, golden_draft):
+    """Of fp32 keys and values of size 10; rows of another branch differ by units."""
+    draft = golden_draft("eagle3_e2e")
+    made = respond_with(golden_target, draft, FIXED.build(None, 0), shape=tree, max_new_tokens=60)
+    assert made.accepted > 20
+    served, length = golden_target.cache.rows, golden_target.length
+    drafted, slots = draft.cache.rows, draft.length
+    assert length == len(PROMPT) + len(made.tokens) - 1
+    text = PROMPT + made.tokens
+    golden_target.begin(128, 8, 16)
+    golden_target.prefill(text[:length])
+    torch.testing.assert_close(served[..., :length, :], golden_target.cache.rows[..., :length, :], rtol=0, atol=1e-4)
+    draft.begin(128)
+    draft.extend(recompute(golden_target, text)[0][:slots], torch.tensor(text[1 : slots + 1]))
+    torch.testing.assert_close(drafted[..., :slots, :], draft.cache.rows[..., :slots, :], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_in_bf16_what_differs_are_near_ties(temperature):
+    """A tree's rows round by their place. The loop against plain decoding up to the first difference, if any."""
+    target, prompt = tiny("bfloat16").target, list(b"Why is the sky blue?")
+    spec = tree(max_new_tokens=80, temperature=temperature)
+    made = respond(target, lens(target, 200), FIXED.build(None, 0), prompt, spec, 0, Meter(CPU))
+    wrong = audit(target, prompt, made.tokens, spec, 0)
+    assert all(mismatch.near_tie for mismatch in wrong)
+    assert made.accepted > 0
+    first = wrong[0].index if wrong else len(made.tokens)
+    if temperature == 0:
+        assert made.tokens[:first] == plain(target, prompt, spec)[:first]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "change", [{"tree_nodes": 1}, {"tree_nodes": 152}, {"tree_depth": 0}, {"tree_top_k": 0},
+               {"acceptance": "rejection"}, {"acceptance": "typical"}, {"max_new_tokens": 0}],
+)  # fmt: skip
+def test_impossible_settings_are_refused_by_name(change):
+    key, value = next(iter(change.items()))
+    with pytest.raises(UserError, match=rf"decode\.{key}={value}: "):
+        tree(**change)
+    assert tree(tree_nodes=151).width == 152
+
+
+def test_a_draft_without_trees_says_so():
+    class Chains(Draft):
+        head = None
+
+        def begin(self, capacity: int) -> None: ...
+
+        def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
+            return taps
+
+        def propose(self, length: int, pick=None) -> Proposal:
+            return Proposal(torch.zeros(length, dtype=torch.long))
+
+    with pytest.raises(UserError, match="decode=chain"):
+        respond_with(tiny("float32").target, Chains(), FIXED.build(None, 0), [1, 2], shape=tree)

@@ -1,0 +1,82 @@
+"""EAGLE-2's dynamic draft tree (Li et al., arXiv 2406.16858), grown without reading anything back from the device.
+
+Level by level the draft names the likeliest ``k`` continuations of each beam. All are candidates, scored by the
+draft's cumulative log-probability of their path, and the best k of a level are the beams of the next. The tree is
+the best ``K`` candidates of all levels. Whatever decides, equal ones go by number: tokens by id, candidates by
+level, then by their beam's rank, then by their own.
+
+A candidate scores no better than the one it follows, which stands before it, so the best K form a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracedraft.types import Tree
+
+# Draft logits [k, D] after the beams, whose draft ids [k] follow beams [k] of the level before (of one root: 0).
+Expand = Callable[[Tensor, Tensor], Tensor]
+
+
+def top(scores: Tensor, count: int) -> Tensor:
+    """Indices [..., count] of the largest of ``scores`` [..., n], at most fp32; descending, equal ones ascending.
+
+    topk alone leaves open which of equal numbers it names, and in bf16 many are equal. So it compares integers:
+    the bits of an fp32 number, which sort like it once those of negative ones are turned, and then the index.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: there are two zeros
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((ordered << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count).indices
+
+
+def linked(parents: Tensor, depth: int) -> Tree:
+    """The tree of rows with ``parents`` [T], at most ``depth`` deep."""
+    rows = torch.arange(len(parents), device=parents.device)
+    ancestors, at = rows[:, None] == rows, parents
+    for _ in range(depth):
+        ancestors[rows, at] = True
+        at = parents[at]
+    return Tree(parents, ancestors, ancestors.sum(dim=1) - 1)
+
+
+def grow(logits: Tensor, expand: Expand, nodes: int, depth: int, top_k: int) -> tuple[Tensor, Tree, Tensor]:
+    """Draft ids [K], their tree, and where each row's continuations came from.
+
+    Args:
+        logits: [1, D] after the root, the last committed token.
+        nodes: K + 1, the root counted (EAGLE's ``total_token``); fewer where there are not as many candidates.
+        depth: levels of candidates (EAGLE's ``depth`` counts one less).
+        top_k: beams a level, and continuations a beam.
+
+    Returns:
+        the last of which, [K+1], is 0 for the root and 1 + i for the i-th row of all that ``expand`` was given;
+        meaningless for rows that nothing follows.
+    """
+    k = min(top_k, logits.shape[1])
+    root = torch.zeros(1, dtype=torch.long, device=logits.device)
+    scores, beams = logits.new_zeros(1, dtype=torch.float32), root  # beams by candidate number; the root's is 0
+    ids, totals, parents, expanded = [], [], [root], [root]
+    size = 1
+    for level in range(depth):
+        said = top(logits, k)
+        total = (scores[:, None] + logits.float().log_softmax(dim=1).gather(1, said)).flatten()
+        ids.append(said.flatten())
+        totals.append(total)
+        parents.append(beams.repeat_interleave(k))
+        if level < depth - 1:
+            best = top(total, k)
+            scores, beams = total[best], size + best
+            expanded.append(beams)
+            logits = expand(ids[-1][best], best // k)
+            size += len(total)
+    total, every = torch.cat(totals), torch.cat(parents)
+    kept = top(total, min(nodes - 1, len(total))).sort().values
+    rows = torch.cat((root, 1 + kept))
+    place, source = torch.zeros_like(every), torch.zeros_like(every)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    outputs = torch.cat(expanded)
+    source[outputs] = torch.arange(len(outputs), device=rows.device)
+    return torch.cat(ids)[kept], linked(place[every[rows]], depth), source[rows]
