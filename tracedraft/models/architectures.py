@@ -33,7 +33,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         raise UserError(f"{folder}: no readable model config: {str(error).splitlines()[0]}") from error
     _refuse_variants(config, folder)
     rope = dict(config.rope_parameters)
-    biased = bool(getattr(config, "attention_bias", False))
+    biased = config.model_type in ("llama", "qwen3") and config.attention_bias  # the others know no such key
     return DecoderConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
