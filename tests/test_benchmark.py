@@ -69,6 +69,7 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ms a token") == 2
     assert done.stdout.endswith(f"record: {folder}/deep/kept.json\n")
+    assert not (folder / "runs").exists(), "an empty folder was left"
     return json.loads((folder / "deep" / "kept.json").read_text()), done.stdout
 
 

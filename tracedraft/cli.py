@@ -120,9 +120,11 @@ def bench(cfg: DictConfig) -> None:
     """Speed side by side: transformers, plain decoding, speculation, and each learner."""
     _quiet()
     from tracedraft.benchmark import benchmark, text
+    from tracedraft.report import unmake
 
     def measured() -> None:
         result, file = benchmark(cfg, Path(HydraConfig.get().runtime.output_dir))
+        unmake()  # where `out` took the file elsewhere
         print(f"{text(result)}\nrecord: {file}")
 
     _plainly(measured)
