@@ -229,6 +229,23 @@ def test_a_run_s_learner_goes_into_the_draft(layout, dtype, draft, served, tmp_p
     assert all(torch.equal(old[n], new[n]) for n in old if n not in ("norm.weight", "lm_head.weight"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_low_rank_head_is_written_dense(dtype, draft, served, tmp_path):
+    """The factors' product included, to fp32 rounding at logits of size ~10."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    lowrank = ("adapter.form=lowrank", "adapter.train=head", f"target.dtype={dtype}", "keep_learner=true")
+    measure(run_config(*LEARNING, *OFTEN, *draft, *lowrank), run, None)
+    head = served[0]["adapted"].draft.head
+    assert head.low_rank is not None
+    export("target=tiny", *draft[1:], f"run={run}", f"out={out}")
+    kept = load_file(out / "model.safetensors")
+    assert kept["lm_head.weight"].dtype == torch.float32
+    left, right = (factor.double() for factor in head.low_rank)
+    exact = head.weight.double() + left.T @ right
+    torch.testing.assert_close(kept["lm_head.weight"].double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(kept["norm.weight"], load_file(tmp_path / "draft" / "model.safetensors")["norm.weight"])
+
+
 def test_an_exported_learner_drafts_as_the_run_did(draft, served, tmp_path):
     """Served unchanged, its acceptance is what the adapted draft's would be from there on."""
     run, out = tmp_path / "run", tmp_path / "out"
@@ -255,7 +272,7 @@ def test_a_stopped_run_gives_what_it_knew(draft, tmp_path, monkeypatch):
     state = torch.load(run / "learner-00001.pt", weights_only=True)
     export("target=tiny", *draft[1:], f"run={run}", f"out={tmp_path / 'out'}")
     kept = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(kept["lm_head.weight"], state["masters"]["weight"]["weights"])
+    assert torch.equal(kept["lm_head.weight"], state["form"]["weight"]["weights"])
 
 
 def test_an_untrained_norm_stays_as_published(draft, tmp_path):
@@ -309,7 +326,7 @@ def test_a_run_on_another_draft_is_refused(draft, tmp_path):
         ("tap_ids=both", "tap_ids='both': expected inputs or outputs"),
         ("out=null", "out is not set: give out=FOLDER"),
         ("out=.", "out=.: exists already"),
-        ("out=/proc/no/draft", "out=/proc/no/draft can't be written"),
+        ("out=/proc/no/draft", "/proc/no/draft can't be written .*another out=FOLDER"),
         ("run=no/such", "run=no/such: no run there"),
         ("draft=tiny", "draft='tiny' has no checkpoint to export"),
     ],

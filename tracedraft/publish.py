@@ -89,6 +89,8 @@ def listed_taps(
 def put_learnt(model: eagle3.Eagle3, run: Path, spec: Eagle3Spec) -> None:
     """Give a draft the norm and head that a run's learner served last, bit for bit and in that precision.
 
+    A low-rank head is summed up in fp32, since rounding would lose what is small beside the weights.
+
     Raises:
         UserError: no such run, none that kept its learner, or one that learnt on another draft.
     """
@@ -117,6 +119,9 @@ def put_learnt(model: eagle3.Eagle3, run: Path, spec: Eagle3Spec) -> None:
     head = OutputHead(norm, weight, model.norm.eps, model.vocab)
     adapter = build_spec(config.adapter, "adapter").build(head, config.seed)
     adapter.load_state(torch.load(file, weights_only=True, map_location="cpu"))
+    if head.low_rank is not None:
+        left, right = (factor.float() for factor in head.low_rank)
+        weight = weight.float().addmm_(left.t(), right)
     for parameter, old, new in zip(trained, before, (norm, weight), strict=True):
-        if not torch.equal(old, new):
+        if not torch.equal(old.to(new.dtype), new):
             parameter.data = new

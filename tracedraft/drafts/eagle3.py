@@ -88,7 +88,7 @@ class Eagle3Draft(Draft):
             sees = torch.cat((sees[origin], own), dim=1)
             position = self.length + len(outputs) - 1
             tokens = self.head.vocab[ids]
-            outputs.append(self._slots(outputs[-1][origin], tokens, start, (position, sees)))
+            outputs.append(self._slots(self.model.feedback(outputs[-1][origin]), tokens, start, (position, sees)))
             return self.head.logits(outputs[-1])
 
         ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k)
