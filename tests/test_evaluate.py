@@ -65,7 +65,7 @@ def test_a_chain_of_one_has_no_further_step(tmp_path):
 def test_a_tree_is_reported_by_depth_too(tmp_path):
     eval_draft(tmp_path, "workload=sample_chat", "workload.limit=1", "decode=tree", "hydra.run.dir=out")
     kept = json.loads((tmp_path / "out" / "eval-draft.json").read_text())
-    assert [len(row["acceptance_by_depth"]) for row in kept["rows"]] == [5, 5]
+    assert [len(row["acceptance_by_depth"]) for row in kept["rows"]] == [3, 3]
 
 
 @pytest.mark.parametrize(
