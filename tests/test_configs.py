@@ -94,7 +94,7 @@ def test_a_tree_is_as_large_as_the_device_bears():
         spec = build_spec(composed("decode=tree", f"target.device={device}").decode, "decode")
         sizes[device] = (spec.tree_nodes, spec.tree_depth, spec.tree_top_k)
     assert sizes["cuda"] == sizes["cuda:1"] == (60, 8, 10)  # EAGLE's total_token 60, depth 7, top_k 10
-    assert max(sizes["cpu"]) == 16
+    assert max(sizes["cpu"]) == 8  # one pass of the smallest width
     assert build_spec(composed("decode=tree", "decode.tree_nodes=9").decode, "decode").tree_nodes == 9
 
 
