@@ -75,12 +75,22 @@ def test_fixed_leaves_every_weight_bit_identical(golden_target, golden_draft):
 @pytest.mark.parametrize("name", ["reset", "persistent", "reset_published"])
 def test_an_update_changes_norm_and_head_and_nothing_else(golden_target, golden_draft, name):
     draft = golden_draft("eagle3_e2e")
-    adapter = adapter_spec(name).build(draft.head, 0)
+    adapter = adapter_spec(name, train="both").build(draft.head, 0)
     around = updates_of(adapter, lambda: everything(golden_target, draft))
     respond_with(golden_target, draft, adapter)
     assert len(around) >= 2
     for before, after in around:
         assert changed(before, after) == {"draft.norm.weight", "draft.lm_head.weight"}
+
+
+@pytest.mark.parametrize("name", ["reset", "persistent"])
+def test_an_update_of_the_head_alone_leaves_the_norm(golden_target, golden_draft, name):
+    draft = golden_draft("eagle3_e2e")
+    adapter = adapter_spec(name, train="head").build(draft.head, 0)
+    around = updates_of(adapter, lambda: everything(golden_target, draft))
+    respond_with(golden_target, draft, adapter)
+    assert len(around) >= 2
+    assert all(changed(before, after) == {"draft.lm_head.weight"} for before, after in around)
 
 
 def test_an_update_of_the_low_rank_form_changes_no_tensor_at_all(golden_target, golden_draft):
