@@ -28,7 +28,10 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds: of a round of drafting and verification, and of learning, a round and an attempted update."""
+    """Milliseconds: of a round of drafting and verification, and of learning, a round and an attempted update.
+
+    ``observe`` holds all that learning adds to a round: taking evidence in, and drafting that got slower by it.
+    """
 
     round: float
     observe: float
@@ -42,7 +45,7 @@ def pairs_of(records: Iterable[dict[str, Any]]) -> list[list[Pair]]:
 
 
 def costs(conversations: list[list[Pair]]) -> Costs:
-    """Of timed responses, both arms' rounds alike: they differ by noise alone.
+    """Of timed responses. A round is the fixed arm's, but for verification: it is the same in both, its noise is not.
 
     Raises:
         UserError: nothing was timed.
@@ -54,11 +57,13 @@ def costs(conversations: list[list[Pair]]) -> Costs:
 
     rounds = [sum(pair[arm]["rounds"] for pair in pairs) for arm in (0, 1)]
     updates = sum(len(adapted["updates"]) for _, adapted in pairs)
-    seconds = total(0, "propose", "verify") + total(1, "propose", "verify")
-    if not seconds or not updates:
+    verify = total(0, "verify") + total(1, "verify")
+    if not verify or not updates:
         raise UserError("these runs hold no timed updates: name a timed run of the same adapter with --costs")
-    observe = max(0.0, total(1, "observe") / rounds[1] - total(0, "observe") / rounds[0])
-    return Costs(1e3 * seconds / sum(rounds), 1e3 * observe, 1e3 * total(1, "update") / updates)
+    propose = [total(arm, "propose") / rounds[arm] for arm in (0, 1)]
+    observe = total(1, "observe") / rounds[1] - total(0, "observe") / rounds[0] + propose[1] - propose[0]
+    each = verify / sum(rounds) + propose[0]
+    return Costs(1e3 * each, max(0.0, 1e3 * observe), 1e3 * total(1, "update") / updates)
 
 
 def rounds_to(response: dict[str, Any], length: int) -> int:

@@ -72,11 +72,19 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
     return json.loads((folder / "deep" / "kept.json").read_text()), done.stdout
 
 
+def test_a_learner_that_keeps_what_it_learns_meets_each_repetition_anew(measured):
+    """The same answers to the same prompts: counts cannot differ unless something was remembered."""
+    result, _ = measured
+    rows = result["arms"]["persistent"]["repetitions"]
+    assert len(rows) == 2
+    assert rows[0]["rounds"] == rows[1]["rounds"]
+
+
 # Order and arithmetic
 
 
 def test_arms_take_turns_so_that_each_is_as_often_early_as_late():
-    calls, limits = [], []
+    calls, limits, restarts = [], [], []
 
     def arm(name):
         def answer(bench, prompt, key):
@@ -90,7 +98,9 @@ def test_arms_take_turns_so_that_each_is_as_often_early_as_late():
     class Fake:
         decode: object
 
-    done = interleave(Fake(chain(max_new_tokens=40)), {name: arm(name) for name in "xyz"}, ASKED, 2)
+    arms = {name: arm(name) for name in "xyz"}
+    done = interleave(Fake(chain(max_new_tokens=40)), arms, ASKED, 2, lambda: restarts.append(len(calls)))
+    assert restarts == [3, 9]  # after the warm-up, and before each repetition
     warm, served = calls[:3], calls[3:]
     assert warm == [("x", 0), ("y", 0), ("z", 0)]
     assert (set(limits[:3]), set(limits[3:])) == ({16}, {40})

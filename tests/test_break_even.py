@@ -48,11 +48,11 @@ def test_a_draft_that_gained_nothing_pays_for_its_learning():
 
 
 def test_costs_are_of_the_time_spent():
+    """Learning pays for evidence and for drafts that got slower; verification is common to both arms."""
     fixed = arm([0] * 10, seconds={"propose": 0.2, "verify": 0.4, "observe": 0.01, "update": 0.0})
-    adapted = arm([1] * 5, [2, 4], {"propose": 0.1, "verify": 0.2, "observe": 0.02, "update": 0.03})
+    adapted = arm([1] * 5, [2, 4], {"propose": 0.15, "verify": 0.2, "observe": 0.02, "update": 0.03})
     cost = costs(pairs_of([{"turns": [turn(fixed, adapted)]}, {"turns": []}]))
-    # Ten tokens less than the fixed arm's would be another response: these are pairs of 11 tokens each.
-    assert (cost.round, cost.observe, cost.update) == pytest.approx((60.0, 3.0, 15.0))
+    assert (cost.round, cost.observe, cost.update) == pytest.approx((40 + 20, 3 + 10, 15))
 
 
 def test_pairs_that_differ_are_left_out():

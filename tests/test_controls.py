@@ -9,19 +9,27 @@ import torch
 from adapter_cases import BASE, D, H, V, evidence, make_head
 from torch import Tensor
 
-from tracedraft.adapters.choices import Scope
+from tracedraft.adapters.choices import Inputs, Scope
 from tracedraft.adapters.controls import Control, ControlSpec
 from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.adapters.trace import TraceSpec
 from tracedraft.errors import UserError
 from tracedraft.interfaces import InnerAdapter
-from tracedraft.types import Evidence, OutputHead
+from tracedraft.types import Evidence, OutputHead, Source
 
 LEARNER = dataclasses.replace(BASE, scope=Scope.stream, every=4, window=32, lr=0.1)
 WORLDS, POSITIONS = 40, 192
 
 
-def control(kind: str, after: int = 0, pool: int = 64) -> ControlSpec:
-    return ControlSpec(f"control_{kind}", Control(kind), after, pool, LEARNER)
+SOURCES = {"response": Inputs.slots, "chain": Inputs.chain}
+
+
+def learner(source: str) -> TraceSpec:
+    return dataclasses.replace(LEARNER, inputs=SOURCES[source])
+
+
+def control(kind: str, after: int = 0, pool: int = 64, source: str = "response") -> ControlSpec:
+    return ControlSpec(f"control_{kind}", Control(kind), after, pool, learner(source))
 
 
 class Spy(InnerAdapter):
@@ -67,15 +75,16 @@ def shown(kind: str, pieces: list[Evidence], **settings) -> list[tuple[str, Tens
     return spy.seen
 
 
-def test_a_wrong_shift_teaches_each_position_what_follows_the_next():
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_wrong_shift_teaches_each_position_what_follows_the_next(source):
     """Also across rounds, one-token ones included, and for each source apart."""
     head = make_head()
-    whole, prompt = evidence(10, head, seed=1), evidence(6, head, "prompt", seed=2)
+    whole, prompt = evidence(10, head, source, seed=1), evidence(6, head, "prompt", seed=2)
     pieces = [prompt, *(_piece(whole, a, b) for a, b in ((0, 3), (3, 4), (4, 5), (5, 10)))]
     seen = shown("wrong_shift", pieces)
     logits = whole.teacher(torch.arange(10))
-    features = torch.cat([f for source, f, _ in seen if source == "response"])
-    teachers = torch.cat([t for source, _, t in seen if source == "response"])
+    features = torch.cat([f for kind, f, _ in seen if kind == source])
+    teachers = torch.cat([t for kind, _, t in seen if kind == source])
     assert torch.equal(features, whole.features[:9])
     assert torch.equal(teachers, logits[1:])
     assert seen[0][0] == "prompt"
@@ -83,9 +92,10 @@ def test_a_wrong_shift_teaches_each_position_what_follows_the_next():
     assert torch.equal(seen[0][2], prompt.teacher(torch.arange(1, 6)))
 
 
-def test_a_shuffled_teacher_is_one_of_those_seen_up_to_now():
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_shuffled_teacher_is_one_of_those_seen_up_to_now(source):
     head = make_head()
-    whole, prompt = evidence(40, head, seed=1), evidence(20, head, "prompt", seed=2)
+    whole, prompt = evidence(40, head, source, seed=1), evidence(20, head, "prompt", seed=2)
     pieces = [prompt, *(_piece(whole, a, a + 2) for a in range(0, 40, 2))]
     seen = shown("shuffled_teacher", pieces, pool=8)
     assert torch.equal(seen[0][1], prompt.features)
@@ -120,7 +130,7 @@ def _piece(whole: Evidence, start: int, stop: int) -> Evidence:
     return Evidence(whole.source, whole.features[start:stop], lambda rows: whole.teacher(rows + start))
 
 
-def accepted(adapter: InnerAdapter, head: OutputHead, initial: OutputHead, world: int) -> int:
+def accepted(adapter: InnerAdapter, head: OutputHead, initial: OutputHead, world: int, source: Source) -> int:
     """Positions of a conversation, each predicted before it is taught, at which the draft's choice is the target's.
 
     Twelve contexts come back in random order; the target says what the initial draft says, disturbed, so that
@@ -133,17 +143,20 @@ def accepted(adapter: InnerAdapter, head: OutputHead, initial: OutputHead, world
     order, right = torch.randint(12, (POSITIONS,), generator=g), 0
     adapter.begin_conversation()
     adapter.begin_response()
-    for round, at in enumerate(order.split(2), 1):
+    # Pieces of one position, as most chains are, up to three.
+    sizes = torch.randint(1, 4, (POSITIONS,), generator=g)
+    sizes = sizes[sizes.cumsum(0) < POSITIONS].tolist()
+    for round, at in enumerate(order.split([*sizes, POSITIONS - sum(sizes)]), 1):
         features, taught = contexts[at], logits[at]
         said = head.vocab[head.logits(features).argmax(dim=1)]
         right += int((said == taught.argmax(dim=1)).sum())
-        adapter.observe(Evidence("response", features, taught.__getitem__))
+        adapter.observe(Evidence(source, features, taught.__getitem__))
         adapter.maybe_update(round)
     adapter.end_response()
     return right
 
 
-def wins(spec) -> int:
+def wins(spec, source: Source) -> int:
     """Worlds in which the adapter, after one conversation elsewhere, has more accepted than a fixed draft."""
     more = 0
     for world in range(WORLDS):
@@ -151,21 +164,23 @@ def wins(spec) -> int:
         for each in (FixedSpec("fixed"), spec):
             head, initial = make_head(seed=world), make_head(seed=world)
             adapter = each.build(head, 0)
-            accepted(adapter, head, initial, 1000 + world)
-            counts.append(accepted(adapter, head, initial, world))
+            accepted(adapter, head, initial, 1000 + world, source)
+            counts.append(accepted(adapter, head, initial, world, source))
         more += counts[1] > counts[0]
     return more
 
 
-def test_the_learner_itself_wins():
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_learner_itself_wins(source):
     """A sign test: 31 of 40 by chance has p = 0.0003."""
-    assert wins(LEARNER) >= 31
+    assert wins(learner(source), source) >= 31
 
 
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["wrong_shift", "shuffled_teacher", "frozen"])
-def test_a_control_does_no_better_than_fixed(kind):
+def test_a_control_does_no_better_than_fixed(kind, source):
     """Were control and fixed equally good, 31 or more wins of 40 would come with p = 0.0003: a false alarm."""
-    assert wins(control(kind, after=1)) < 31
+    assert wins(control(kind, after=1, source=source), source) < 31
 
 
 @pytest.mark.parametrize("change", [{"after": -1}, {"pool": 1}])

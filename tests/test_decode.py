@@ -213,7 +213,7 @@ def test_seconds_are_those_of_the_clock(golden_target, golden_draft, monkeypatch
     assert tuple(made.seconds) == PHASES
     assert sum(made.seconds.values()) == next(ticks) - 1
     entered = {"prefill": 1, "propose": 2 * made.rounds, "verify": made.rounds}
-    entered |= {"update": made.rounds, "observe": made.rounds + 1, "outer": 0}
+    entered |= {"update": made.rounds, "observe": made.rounds + 2, "outer": 0}
     assert {name: made.seconds[name] for name in entered} == entered
 
 

@@ -215,7 +215,7 @@ def served(monkeypatch) -> list:
 def test_a_run_s_learner_goes_into_the_draft(layout, dtype, draft, served, tmp_path):
     """Norm and head exactly as they were served last, everything else as it was published."""
     run, out = tmp_path / "run", tmp_path / "out"
-    cfg = run_config(*LEARNING, *OFTEN, *draft, f"target.dtype={dtype}", "keep_learner=true")
+    cfg = run_config(*LEARNING, *OFTEN, *draft, f"target.dtype={dtype}", "adapter.train=both", "keep_learner=true")
     measure(cfg, run, None)
     assert [path.name for path in run.glob("learner*")] == [LEARNER]
     export("target=tiny", *draft[1:], f"run={run}", f"layout={layout}", f"out={out}")

@@ -20,10 +20,10 @@ def test_the_table_has_a_row_for_each_form(tmp_path: Path, monkeypatch):
     spec.loader.exec_module(script)
     monkeypatch.setattr(script, "ROUNDS", 64)
     monkeypatch.setattr(script, "REPEATS", 3)
-    monkeypatch.setattr(script, "WINDOWS", (8,))
+    monkeypatch.setattr(script, "WINDOWS", (32,))
     out = tmp_path / "tables" / "cost.md"
     script.main(["target=tiny", "draft=tiny", "decode.max_new_tokens=24"], out)
     rows = [line.split(" | ") for line in out.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     for form in script.FORMS:
         assert sum(row[0] == f"| {form}" for row in rows) == 2
-    assert all(float(row[3].split()[0]) > 0 for row in rows if len(row) == 4 and row[1] == "8")
+    assert all(float(row[3].split()[0]) > 0 for row in rows if len(row) == 4 and row[1] == "32")

@@ -3,6 +3,7 @@ share of its time that a learner takes; interleaved in one process, over the sam
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import statistics
@@ -77,11 +78,11 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     drafts, weights = {name: draft for name, (draft, _) in built.items()}, built[SPECULATION][1]
     check_cache(bench, list(drafts.values()), conversations)
     asked = questions(bench, conversations)
-    arms = own_arms(drafts, {SPECULATION: FixedSpec("fixed"), **adapters}, cfg.seed)
+    arms, restart = own_arms(drafts, {SPECULATION: FixedSpec("fixed"), **adapters}, cfg.seed)
     reference, reason = generate_arm(bench, dict(cfg.generate))
     if reference is not None:
         arms = {GENERATE: reference, **arms}
-    done = interleave(bench, arms, asked, cfg.repetitions)
+    done = interleave(bench, arms, asked, cfg.repetitions, restart)
     ratios = {name: ratio(done, *pair) for name, pair in pairs.items()}
     contents = {"target": served.provenance["sha256"], "draft": weights["sha256"], "workload": data["sha256"]}
     identity = fingerprint({**specs, **adapters, "seed": cfg.seed, "generate": dict(cfg.generate)}, contents)
@@ -138,16 +139,23 @@ def questions(bench: Bench, conversations: list[Conversation]) -> list[Question]
     return asked
 
 
-def own_arms(drafts: dict[str, Draft], adapters: dict[str, Any], seed: int) -> dict[str, Answer]:
-    """Decoding without a draft, and with each adapter on a draft of its own."""
+def own_arms(
+    drafts: dict[str, Draft], adapters: dict[str, Any], seed: int
+) -> tuple[dict[str, Answer], Callable[[], None]]:
+    """Decoding without a draft, and with each adapter on a draft of its own; and what makes all of them forget."""
 
     def plainly(bench: Bench, prompt: list[int], key: int) -> Response:
         return respond_plainly(bench.served.target, prompt, bench.decode, key, bench.meter)
 
-    arms: dict[str, Answer] = {PLAIN: plainly}
-    for name, draft in drafts.items():
-        arms[name] = speculating(draft, adapters[name].build(draft.head, seed))
-    return arms
+    learners = {name: adapters[name].build(draft.head, seed) for name, draft in drafts.items()}
+    initial = copy.deepcopy({name: learner.state() for name, learner in learners.items()})
+
+    def restart() -> None:
+        for name, learner in learners.items():
+            if state := initial[name]:
+                learner.load_state(state)
+
+    return {PLAIN: plainly} | {n: speculating(drafts[n], learner) for n, learner in learners.items()}, restart
 
 
 def speculating(draft: Draft, adapter: InnerAdapter) -> Answer:
@@ -191,8 +199,14 @@ def generate_arm(bench: Bench, options: dict[str, Any]) -> tuple[Answer | None, 
     return answer, None
 
 
-def interleave(bench: Bench, arms: dict[str, Answer], asked: list[Question], repetitions: int) -> list[Answers]:
-    """Every question answered by every arm in each repetition.
+def interleave(
+    bench: Bench,
+    arms: dict[str, Answer],
+    asked: list[Question],
+    repetitions: int,
+    restart: Callable[[], None],
+) -> list[Answers]:
+    """Every question answered by every arm in each repetition, which no learner has met before.
 
     The order of the arms is turned from question to question and from repetition to repetition, so that what
     drifts in the machine falls on all of them alike.
@@ -204,6 +218,7 @@ def interleave(bench: Bench, arms: dict[str, Answer], asked: list[Question], rep
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("bench", total=repetitions * len(asked) * len(arms))
         for repetition in range(repetitions):
+            restart()
             answers: Answers = {name: [] for name in arms}
             for i, question in enumerate(asked):
                 for name in list(arms)[:: 1 if (repetition + i) % 2 == 0 else -1]:

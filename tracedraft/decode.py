@@ -266,7 +266,8 @@ def respond(
             if proposal.features is not None:
                 tested = rows[: found.tested]
                 adapter.observe(Evidence("chain", proposal.features[tested], _teacher(passed.logits, tested)))
-    adapter.end_response()
+    with meter.phase("observe"):
+        adapter.end_response()
     return tally.response(meter.stop(), spec.max_new_tokens)
 
 

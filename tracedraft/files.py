@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -36,7 +37,8 @@ def write_atomically(path: Path, write: Callable[[Path], object], instead: str) 
                 os.fsync(file.fileno())
         os.replace(scratch / path.name, path)
     except Exception as error:
-        if isinstance(error, OSError) and path.is_dir():
+        lost = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+        if lost and scratch is not None and (scratch / path.name).is_dir():
             return  # another process moved the same folder into place first
         if isinstance(error, OSError) or any(words in str(error) for words in REFUSALS):
             raise unwritable(path, error, instead) from error

@@ -317,7 +317,11 @@ def response_of(bench: Bench, arm: Arm | None, prompt: list[int], key: int) -> R
     known = bench.replays if arm.name == "fixed" else {}
     if replayed.name not in known:
         response = respond(replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
-        assert response.tokens == replayed.tokens, "a replay said something else than was recorded"
+        if response.tokens != replayed.tokens:
+            raise UserError(
+                f"{bench.recordings / replayed.name}.safetensors: its replay says something else than was "
+                "recorded, as after a change of the decoder: delete it"
+            )
         known[replayed.name] = dataclasses.replace(response, seconds={})
     return known[replayed.name]
 

@@ -30,6 +30,8 @@ from tracedraft.target import LlamaTarget, Served
 from tracedraft.types import TargetPass, Tree
 from tracedraft.verify import choose
 
+FORMAT = 1  # to be raised when the decoder comes to round otherwise
+
 
 class RecordedTarget(Target):
     """Serves one recording. Of the live target, which must be at rest, only the head is used.
@@ -121,9 +123,12 @@ def record(
 
 
 def _identity(served: Served, prompt: list[int], spec: DecodeSpec, key: int) -> str:
-    shapes = [spec.width, spec.prefill_chunk, spec.cache_bucket, spec.max_new_tokens]
+    """Of all that recorded bits depend on: what is served, in which shapes, by which arithmetic, and the prompt."""
     target = served.target
+    capacity = spec.capacity(len(prompt), target.context)
+    shapes = [spec.width, spec.prefill_chunk, capacity, spec.max_new_tokens]
     model = [str(target.model.norm.weight.dtype), list(target.taps), target.context, sorted(target.eos_ids)]
+    arithmetic = [FORMAT, torch.__version__, target.device.type, torch.get_num_threads()]
     sampling = dataclasses.astuple(spec.sampling(key))
-    text = json.dumps([served.provenance, model, shapes, sampling, prompt], separators=(",", ":"))
+    text = json.dumps([served.provenance, model, shapes, arithmetic, sampling, prompt], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -60,7 +60,7 @@ class ControlAdapter(InnerAdapter):
         self.draws = torch.Generator().manual_seed(seed)
         self.conversations = 0
         self._last: dict[Source, Tensor] = {}
-        self._pool: Tensor | None = None
+        self._pool: dict[Source, Tensor] = {}
 
     @property
     def learning(self) -> bool:
@@ -71,7 +71,7 @@ class ControlAdapter(InnerAdapter):
         self.inner.begin_conversation()
 
     def begin_response(self) -> None:
-        self._last, self._pool = {}, None
+        self._last, self._pool = {}, {}
         self.inner.begin_response()
 
     def observe(self, evidence: Evidence) -> None:
@@ -85,9 +85,7 @@ class ControlAdapter(InnerAdapter):
             self.inner.observe(evidence)
 
     def _shifted(self, evidence: Evidence) -> Evidence:
-        """Features of one position earlier; the first of a response has none and is left out."""
-        if evidence.source == "chain":  # each chain starts anew
-            return Evidence(evidence.source, evidence.features[:-1], lambda rows: evidence.teacher(rows + 1))
+        """Features of the position before, of the round before where need be; the first has none and is left out."""
         last = self._last.get(evidence.source)
         self._last[evidence.source] = evidence.features[-1:]
         if last is None:
@@ -95,14 +93,14 @@ class ControlAdapter(InnerAdapter):
         return Evidence(evidence.source, torch.cat((last, evidence.features[:-1])), evidence.teacher)
 
     def _shuffled(self, evidence: Evidence) -> Evidence:
-        """Teachers of random positions: of the same prompt or chain, or of the response's last ones up to now."""
+        """Teachers of random positions: of the same prompt, or of the response's last ones up to now."""
         count = len(evidence.features)
-        if evidence.source != "response":
+        if evidence.source == "prompt":
             order = torch.randperm(count, generator=self.draws)
             return Evidence(evidence.source, evidence.features, lambda rows: evidence.teacher(order.to(rows)[rows]))
         fresh = evidence.teacher(torch.arange(count, device=evidence.features.device))
-        pool = fresh if self._pool is None else torch.cat((self._pool, fresh))
-        self._pool = pool[-self.spec.pool :]
+        pool = torch.cat((self._pool[evidence.source], fresh)) if evidence.source in self._pool else fresh
+        self._pool[evidence.source] = pool[-self.spec.pool :]
         drawn = pool[torch.randint(len(pool), (count,), generator=self.draws).to(pool.device)]
         return Evidence(evidence.source, evidence.features, drawn.__getitem__)
 

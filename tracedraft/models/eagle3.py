@@ -151,6 +151,8 @@ def _vocabulary(state: dict[str, Tensor], config: Eagle3Config, reading: Reading
     members[ids] = True
     if len(ids) != size or int(members.sum()) != size:
         raise UserError(f"draft: {folder}: the head has {size} tokens, d2t or t2d names {int(members.sum())}")
+    if bool((ids.diff() <= 0).any()):
+        raise UserError(f"draft: {folder}: d2t lists target tokens out of order; sort it, and the head with it")
     if size == target_size:
         return {"d2t": torch.zeros_like(index), "t2d": members}
     return {"d2t": ids - index if d2t is None else d2t, "t2d": members if t2d is None else t2d}
