@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, chain
+from conftest import CPU, chain, option
 from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -216,6 +216,28 @@ def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
     assert len(made.tokens) == 40 or made.ended == "eos"
     planted = [*made.tokens[:9], made.tokens[9] + 1, *made.tokens[10:]]
     assert audit(target, prompt, planted, spec, 11)[0].index == 9
+
+
+ADAPTERS = sorted(path.stem for path in (shipped_dir("conf") / "adapter").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_audit_in_small(served_bf16, name, temperature):
+    """`make audit` over one conversation, for every adapter that ships."""
+    target, prompt = served_bf16.target, prompts(served_bf16, 1)[0]
+    draft, _ = Eagle3Spec("eagle3", SHIPPED, None, str(CACHE)).build(target)
+    node = option("adapter", name)
+    learner = node.get("inner", node)
+    if "every" in learner:
+        learner.update({"every": 2 if learner.every else 0, "min_positions": 1})
+    adapter = build_spec(node, "adapter").build(draft.head, 0)
+    adapter.begin_conversation()
+    spec = dataclasses.replace(
+        chain(max_new_tokens=24, temperature=temperature, top_p=0.95), prefill_chunk=64, cache_bucket=256
+    )
+    made = respond(target, draft, adapter, prompt, spec, 5, Meter(CPU))
+    assert audit(target, prompt, made.tokens, spec, 5) == []
 
 
 def test_the_conversion_is_complete(served):

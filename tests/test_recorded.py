@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CPU, chain, golden_json, recompute, tiny, tree
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from tests.conftest import CPU, chain, golden_json, recompute, tiny, tree
 from tracedraft import measure as measuring
 from tracedraft import recorded
 from tracedraft.adapters.fixed import FixedSpec

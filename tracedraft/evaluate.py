@@ -63,7 +63,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
                 bar.advance(task)
             rows.append({**summary(bench.decode, draft, answers), "refused": refused})
         why = None if any(row["responses"] for row in rows) else "every prompt is too long for target.context"
-        why = "decode.chain_length=1: there is no further step" if specs["decode"].depth == 1 else why
+        why = "a draft of one step has no further one" if specs["decode"].depth == 1 else why
         cost = None if why else step_cost(draft, specs["decode"].depth, meter)
     contents = {"target": served.provenance["sha256"], "draft": origin["sha256"], "workload": data["sha256"]}
     result = {

@@ -53,6 +53,8 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"training.length={spec.length} does not divide text.length={text.length}")
     if spec.init is not None and not Path(spec.init).is_dir():
         raise UserError(f"training.init={spec.init}: no such folder")
+    if Path(cfg.corpus).resolve() == folder.resolve():
+        raise UserError(f"corpus={cfg.corpus}: expected another folder than out, which the draft goes to")
     target_spec = build_spec(cfg.target, "target")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
