@@ -392,8 +392,8 @@ def test_every_yaml_lists_every_field_and_builds(path):
     assert spec.name == path.stem
     head = make_head(torch.bfloat16)
     adapter = spec.build(head, 0)
-    first = serve(adapter, evidence(70, head, "prompt"), evidence(70, head), round=5)
-    update = first or serve(adapter, evidence(70, head, "prompt"), evidence(70, head), round=8)
+    shown = [evidence(70, head, source) for source in ("prompt", "response", "chain")]
+    update = serve(adapter, *shown, round=5) or serve(adapter, *shown, round=8)
     assert update is None if path.stem == "fixed" else update.committed
 
 
