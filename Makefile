@@ -30,7 +30,7 @@ demo: $(READY) ## the main job, short: three adapters on the embedded model
 bench: $(READY) ## speed beside transformers, of speculation, and what learning costs (4 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench
 
-audit: $(READY) ## every adapter against the target alone, token by token (20 minutes on two cores)
+audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit
 
 test: $(READY) ## the tests
