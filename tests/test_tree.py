@@ -420,6 +420,7 @@ def test_impossible_settings_are_refused_by_name(change):
 def test_a_draft_without_trees_says_so():
     class Chains(Draft):
         head = None
+        row_bytes = 0
 
         def begin(self, capacity: int) -> None: ...
 
