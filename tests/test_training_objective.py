@@ -12,11 +12,15 @@ from tracedraft.models import eagle3
 from tracedraft.training.objective import (
     Batch,
     chain,
-    teacher_of,
     teacher_of_hidden,
     training_time_test,
     weighted,
 )
+
+
+def teacher_of(logits: torch.Tensor, model: eagle3.Eagle3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Teacher probabilities [..., D] and in-vocabulary flags [...] of target logits [..., V]."""
+    return logits[..., model.vocab].float().softmax(dim=-1), model.t2d[logits.argmax(dim=-1)]
 
 
 @pytest.fixture

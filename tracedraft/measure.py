@@ -86,7 +86,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
-    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, **recorded(cfg, draft))
+    bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, **recordings(cfg, draft))
     check_cache(bench, [arm.draft for arm in arms], conversations)
     contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
     settings = {key: cfg[key] for key in ("seed", "plain", "measure")}
@@ -139,7 +139,7 @@ def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, A
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
-def recorded(cfg: DictConfig, draft: dict[str, str | None]) -> dict[str, Any]:
+def recordings(cfg: DictConfig, draft: dict[str, str | None]) -> dict[str, Any]:
     """Where ``measure=acceptance`` keeps the target's part, and the fixed arm's responses known so far."""
     if cfg.measure != "acceptance":
         return {}

@@ -47,11 +47,6 @@ class StepLoss:
     correct: Tensor
 
 
-def teacher_of(logits: Tensor, model: Eagle3) -> tuple[Tensor, Tensor]:
-    """Teacher probabilities [..., D] and in-vocabulary flags [...] of target logits [..., V]."""
-    return logits[..., model.vocab].float().softmax(dim=-1), model.t2d[logits.argmax(dim=-1)]
-
-
 def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
     """Teacher probabilities [..., D], at the precision of final hidden states [..., H] and head rows [D, H]."""
     return torch.nn.functional.linear(hidden, head).softmax(dim=-1)
