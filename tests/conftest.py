@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tracedraft.auto import AutoSpec, Plan, Way
 from tracedraft.config import shipped_dir
 from tracedraft.decode import ChainSpec, TreeSpec
 from tracedraft.drafts.eagle3 import Eagle3Draft
@@ -169,6 +171,14 @@ def chain(**changes) -> ChainSpec:
 
 def tree(**changes) -> TreeSpec:
     return TreeSpec(name="tree", **({"tree_nodes": 24, "tree_depth": 5, "tree_top_k": 6} | SHORT | changes))
+
+
+def auto(**changes) -> AutoSpec:
+    """Of a machine on which a level costs a tenth of a pass, whether of a chain or of a tree."""
+    ways = [Way(beams, 0.1, 0.1, [0.5] * 6) for beams in (1, 4)]
+    plan = asdict(Plan(width=16, verify=1.0, rest=0.0, ways=ways))
+    shape = {"most_levels": 6, "beams": [1, 4], "widths": [16], "confident": True, "probe_every": 4, "cache": ""}
+    return AutoSpec(name="auto", **({"plan": plan} | shape | SHORT | changes))
 
 
 def recompute(target: LlamaTarget, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:

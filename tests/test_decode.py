@@ -7,7 +7,7 @@ from itertools import count, product
 
 import pytest
 import torch
-from conftest import CPU, chain, golden_json, plain_greedy, tiny, tree
+from conftest import CPU, auto, chain, golden_json, plain_greedy, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lens, respond_with
 
 from tracedraft.config import shipped_dir
@@ -50,7 +50,7 @@ def proposals_of(draft: Draft) -> list[list[int]]:
 
 @pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens"])
-@pytest.mark.parametrize("shape", [chain, tree])
+@pytest.mark.parametrize("shape", [chain, tree, auto])
 def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, yaml):
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
@@ -87,10 +87,10 @@ def test_bf16_output_is_the_targets_own_at_the_served_shapes(yaml, length):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, golden_draft, temperature):
-    """Common random numbers: arms are paired token by token, chains and trees too."""
+    """Common random numbers: arms are paired token by token, chains, trees and what changes between them too."""
     made, sampling = set(), {"temperature": temperature, "top_p": 0.95}
     for draft in (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target)):
-        for yaml, shape in product(YAMLS, (chain, tree)):
+        for yaml, shape in product(YAMLS, (chain, tree, auto)):
             adapter = adapter_spec(yaml.stem).build(draft.head, 0)
             made.add(tuple(respond_with(golden_target, draft, adapter, key=99, shape=shape, **sampling).tokens))
     assert len(made) == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import CPU, chain, recompute, tiny, tree
+from conftest import CPU, auto, chain, recompute, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, conversation, respond_with
 from torch import Tensor
 
@@ -142,7 +142,7 @@ def test_same_seed_same_record_whatever_ran_before(name, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("shape", [chain, tree])
+@pytest.mark.parametrize("shape", [chain, tree, auto])
 def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(
     golden_target, golden_draft, shape, temperature
 ):

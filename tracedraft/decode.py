@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,35 @@ from tracedraft.types import Evidence, Mismatch, Proposal, Response, TargetPass,
 from tracedraft.verify import Sampling, choose, score_gap, verify_chain, verify_tree
 
 ACCEPTANCES = ("exact", "rejection")
+
+
+class Proposer(ABC):
+    """Gives the proposals of one response their shapes.
+
+    Attributes:
+        shapes: what each round drafted, [beams, levels]; None where the spec says it already.
+    """
+
+    shapes: list[list[int]] | None = None
+
+    @abstractmethod
+    def propose(self, draft: Draft, pick: Pick | None) -> Proposal: ...
+
+    @abstractmethod
+    def learn(self, verdict: Verdict) -> None:
+        """What became of the last proposal."""
+
+
+class Steady(Proposer):
+    """The same shape every round."""
+
+    def __init__(self, propose: Callable[[Draft, Pick | None], Proposal]):
+        self._propose = propose
+
+    def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
+        return self._propose(draft, pick)
+
+    def learn(self, verdict: Verdict) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,12 @@ class DecodeSpec(ABC):
             if getattr(self, key) < 1:
                 raise UserError(f"decode.{key}={getattr(self, key)}: expected at least 1")
 
+    def _exact_only(self) -> None:
+        if self.acceptance != "exact":
+            raise UserError(
+                f"decode.acceptance={self.acceptance}: drafts sample chains only; use decode=chain, or exact"
+            )
+
     @property
     @abstractmethod
     def rows(self) -> int:
@@ -71,12 +107,18 @@ class DecodeSpec(ABC):
         """Most rows of its cache that a draft writes in vain while it proposes."""
 
     @property
-    @abstractmethod
     def linear(self) -> ChainSpec:
         """A chain in passes of the same shapes."""
+        return ChainSpec(**self.common, chain_length=self.rows - 1)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields that do not shape a proposal."""
+        return {field.name: getattr(self, field.name) for field in fields(DecodeSpec)}
 
     @abstractmethod
-    def propose(self, draft: Draft, pick: Pick | None) -> Proposal: ...
+    def proposer(self) -> Proposer:
+        """For one response."""
 
     @property
     def width(self) -> int:
@@ -115,12 +157,8 @@ class ChainSpec(DecodeSpec):
     def loose(self) -> int:
         return self.chain_length - 1
 
-    @property
-    def linear(self) -> ChainSpec:
-        return self
-
-    def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
-        return draft.propose(self.chain_length, pick)
+    def proposer(self) -> Proposer:
+        return Steady(lambda draft, pick: draft.propose(self.chain_length, pick))
 
 
 @dataclass(frozen=True)
@@ -144,10 +182,7 @@ class TreeSpec(DecodeSpec):
         if not 2 <= self.tree_nodes <= most:
             shape = f"decode.tree_depth={self.tree_depth} decode.tree_top_k={self.tree_top_k}"
             raise UserError(f"decode.tree_nodes={self.tree_nodes}: expected 2 to {most}, as many as {shape} can give")
-        if self.acceptance != "exact":
-            raise UserError(
-                f"decode.acceptance={self.acceptance}: drafts sample chains only; use decode=chain, or exact"
-            )
+        self._exact_only()
 
     @property
     def rows(self) -> int:
@@ -161,14 +196,8 @@ class TreeSpec(DecodeSpec):
     def loose(self) -> int:
         return (self.tree_depth - 1) * self.tree_top_k
 
-    @property
-    def linear(self) -> ChainSpec:
-        common = {field.name: getattr(self, field.name) for field in fields(DecodeSpec)}
-        return ChainSpec(**common, chain_length=self.rows - 1)
-
-    def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
-        assert pick is None
-        return draft.propose_tree(self.tree_nodes, self.tree_depth, self.tree_top_k)
+    def proposer(self) -> Proposer:
+        return Steady(lambda draft, _: draft.propose_tree(self.tree_nodes, self.tree_depth, self.tree_top_k))
 
 
 class _Tally:
@@ -198,7 +227,9 @@ class _Tally:
         self.rounds += 1
         return kept
 
-    def response(self, seconds: dict[str, float], max_new_tokens: int) -> Response:
+    def response(
+        self, seconds: dict[str, float], max_new_tokens: int, shapes: list[list[int]] | None = None
+    ) -> Response:
         accepted = sum(self.accepted_per_round)
         short = "limit" if self.limit == max_new_tokens else "context"
         return Response(
@@ -212,6 +243,7 @@ class _Tally:
             survivals=self.survivals,
             updates=self.updates,
             seconds=seconds,
+            shapes=shapes,
         )
 
 
@@ -240,7 +272,7 @@ def respond(
         root = choose(seen.logits, sampling, len(prompt))
         slots = draft.extend(seen.taps, torch.cat((root.new_tensor(prompt[1:]), root)))
     limit = min(spec.max_new_tokens, target.context - len(prompt))
-    tally = _Tally(int(root), spec.depth, limit, target.eos_ids)
+    tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
     with meter.phase("observe"):
         hidden = seen.hidden[1:]
         adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[rows])))
@@ -250,12 +282,13 @@ def respond(
                 tally.updates.append(update)
         with meter.phase("propose"):
             position = len(prompt) + len(tally.tokens)
-            proposal = spec.propose(draft, picker(sampling, position))
+            proposal = proposer.propose(draft, picker(sampling, position))
             drafted = proposal.tokens
         with meter.phase("verify"):
             passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)), proposal.tree)
             found = verdict(passed.logits, proposal, sampling, position)
             kept = tally.keep(found)
+            proposer.learn(found)
             rows = found.rows[: len(kept)]
             target.commit(len(kept), rows if proposal.tree else None)
         with meter.phase("propose"):
@@ -268,7 +301,7 @@ def respond(
                 adapter.observe(Evidence("chain", proposal.features[tested], _teacher(passed.logits, tested)))
     with meter.phase("observe"):
         adapter.end_response()
-    return tally.response(meter.stop(), spec.max_new_tokens)
+    return tally.response(meter.stop(), spec.max_new_tokens, proposer.shapes)
 
 
 def verdict(logits: Tensor, proposal: Proposal, sampling: Sampling, position: int) -> Verdict:

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.auto import AutoSpec
+from tracedraft.calibrate import planned
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.decode import DecodeSpec, respond
 from tracedraft.files import write_atomically
@@ -48,6 +50,10 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     served = loaded(specs["target"])
     draft, origin = specs["draft"].build(served.target)
     meter = Meter(served.target.device)
+    decodes = [
+        planned(decode, served, draft, origin["sha256"], meter) if isinstance(decode, AutoSpec) else decode
+        for decode in decodes
+    ]
     benches = [Bench(served, decode, cfg.seed, meter) for decode in decodes]
     check_cache(benches[0], [draft], conversations)
     warm_up(benches[0], draft, conversations)

@@ -16,6 +16,10 @@ from tracedraft.errors import UserError
 from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Tree, Update
 
 Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+# Asked after each level of a proposal: whether to draft another, given how many there are, and by the draft's cumulative
+# log-probability of their paths, the nodes [m] that would be proposed now and those [k] that would go on. After the last
+# one the answer changes nothing.
+More = Callable[[int, Tensor, Tensor], bool]
 
 
 class Target(ABC):
@@ -85,14 +89,15 @@ class Draft(ABC):
         """Consume n true slots (taps H_i [n, taps*H], token x_{i+1} [n]); return pre-norm outputs [n, H]."""
 
     @abstractmethod
-    def propose(self, length: int, pick: Pick | None = None) -> Proposal:
-        """Draft ``length`` tokens after the last true slot. Leaves no trace in the KV cache.
+    def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
+        """Draft at most ``length`` tokens after the last true slot. Leaves no trace in the KV cache.
 
         Args:
             pick: draws index [1] and probabilities [1, D] from logits [1, D] at a depth; None: the likeliest.
+            more: ends it earlier; None: nothing does.
         """
 
-    def propose_tree(self, nodes: int, depth: int, top_k: int) -> Proposal:
+    def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
         """Draft a tree of ``nodes`` rows, the last committed token counted; see ``models.tree.grow``. May write
         ``(depth - 1) * top_k`` cache rows after the true ones, and leaves no trace either."""
         raise UserError("decode=tree: this draft proposes chains only; use decode=chain")

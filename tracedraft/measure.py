@@ -19,6 +19,8 @@ from tracedraft import chat, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.auto import AutoSpec
+from tracedraft.calibrate import planned
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
@@ -98,6 +100,8 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
         print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
         return done
+    bench, plan = with_plan(bench, arms[0].draft, draft["sha256"], records.read_attempts(folder))
+    origin |= plan
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
     with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as run, sigterm_as_exit():
@@ -124,6 +128,19 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
         if tracker.error:
             run.write_summary({**summary, "wandb_error": tracker.error})
     return summary
+
+
+def with_plan(
+    bench: Bench, draft: Draft, weights: str | None, attempts: list[dict[str, Any]]
+) -> tuple[Bench, dict[str, Any]]:
+    """The bench with what ``decode=auto`` goes by, the same in every attempt, and that for the record."""
+    decode = bench.decode
+    if not isinstance(decode, AutoSpec):
+        return bench, {}
+    if attempts:
+        decode = dataclasses.replace(decode, plan=attempts[0]["plan"])
+    decode = planned(decode, bench.served, draft, weights, bench.meter)
+    return dataclasses.replace(bench, decode=decode), {"plan": decode.plan}
 
 
 def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, Any]:

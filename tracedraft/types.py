@@ -221,6 +221,7 @@ class Response:
         trials, survivals: by depth 1, 2 …: rounds in which drafted tokens were tested there, and one was accepted.
         updates: attempted updates of the draft.
         seconds: wall seconds by phase; they sum to the whole.
+        shapes: [beams, levels] of what each round drafted; None where the decode mode says it already.
     """
 
     tokens: list[int]
@@ -233,3 +234,4 @@ class Response:
     survivals: list[int]
     updates: list[Update] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    shapes: list[list[int]] | None = None

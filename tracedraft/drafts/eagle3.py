@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft, DraftSpec, Pick
+from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
 from tracedraft.models.eagle3_layouts import Reading
@@ -61,8 +61,9 @@ class Eagle3Draft(Draft):
         return torch.cat(parts)
 
     @torch.inference_mode()
-    def propose(self, length: int, pick: Pick | None = None) -> Proposal:
+    def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
         features, drafted, shares, outputs = self.last, [], [], []
+        totals = features.new_zeros(0, dtype=torch.float32)
         for depth in range(length):
             if depth:
                 features = self._slots(self.model.feedback(features), drafted[-1], self.length + depth - 1)
@@ -74,11 +75,16 @@ class Eagle3Draft(Draft):
                 index, share = pick(logits, depth)
                 shares.append(share)
             drafted.append(self.head.vocab[index])
+            if more is not None:
+                said = logits.float().log_softmax(dim=1)[0, index]
+                totals = torch.cat((totals, totals[-1:] + said if depth else said))
+                if not more(depth + 1, totals, totals[-1:]):
+                    break
         probabilities = torch.cat(shares) if shares else None
         return Proposal(torch.cat(drafted), probabilities, self.head.vocab, torch.cat(outputs))
 
     @torch.inference_mode()
-    def propose_tree(self, nodes: int, depth: int, top_k: int) -> Proposal:
+    def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
         outputs, sees = [self.last], torch.zeros(1, 0, dtype=torch.bool, device=self.last.device)
 
         def expand(ids: Tensor, origin: Tensor) -> Tensor:
@@ -91,7 +97,7 @@ class Eagle3Draft(Draft):
             outputs.append(self._slots(self.model.feedback(outputs[-1][origin]), tokens, start, (position, sees)))
             return self.head.logits(outputs[-1])
 
-        ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k)
+        ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k, more)
         return Proposal(self.head.vocab[ids], features=torch.cat(outputs)[source], tree=tree)
 
     def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: tuple[int, Tensor] | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tracedraft.interfaces import More
 from tracedraft.types import Tree
 
 # Draft logits [k, D] after the beams, whose draft ids [k] follow beams [k] of the level before (of one root: 0).
@@ -42,7 +43,9 @@ def linked(parents: Tensor, depth: int) -> Tree:
     return Tree(parents, ancestors, ancestors.sum(dim=1) - 1)
 
 
-def grow(logits: Tensor, expand: Expand, nodes: int, depth: int, top_k: int) -> tuple[Tensor, Tree, Tensor]:
+def grow(
+    logits: Tensor, expand: Expand, nodes: int, depth: int, top_k: int, more: More | None = None
+) -> tuple[Tensor, Tree, Tensor]:
     """Draft ids [K], their tree, and where each row's continuations came from.
 
     Args:
@@ -50,6 +53,7 @@ def grow(logits: Tensor, expand: Expand, nodes: int, depth: int, top_k: int) -> 
         nodes: K + 1, the root counted (EAGLE's ``total_token``); fewer where there are not as many candidates.
         depth: levels of candidates (EAGLE's ``depth`` counts one less).
         top_k: beams a level, and continuations a beam.
+        more: whether to expand the beams of another level; None: always.
 
     Returns:
         the last of which, [K+1], is 0 for the root and 1 + i for the i-th row of all that ``expand`` was given;
@@ -66,12 +70,18 @@ def grow(logits: Tensor, expand: Expand, nodes: int, depth: int, top_k: int) -> 
         ids.append(said.flatten())
         totals.append(total)
         parents.append(beams.repeat_interleave(k))
-        if level < depth - 1:
-            best = top(total, k)
-            scores, beams = total[best], size + best
-            expanded.append(beams)
-            logits = expand(ids[-1][best], best // k)
-            size += len(total)
+        if level == depth - 1 and more is None:
+            break
+        best = top(total, k)
+        if more is not None:
+            every = torch.cat(totals)
+            go_on = more(level + 1, every.topk(min(nodes - 1, len(every))).values, total[best])
+            if not go_on or level == depth - 1:
+                break
+        scores, beams = total[best], size + best
+        expanded.append(beams)
+        logits = expand(ids[-1][best], best // k)
+        size += len(total)
     total, every = torch.cat(totals), torch.cat(parents)
     kept = top(total, min(nodes - 1, len(total))).sort().values
     rows = torch.cat((root, 1 + kept))
