@@ -12,6 +12,7 @@ import hashlib
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter
 
 
 def _shape(spec: AutoSpec, width: int, beams: int, levels: int) -> DecodeSpec:
-    common = spec.common | {"max_new_tokens": min(TOKENS, spec.max_new_tokens)}
+    common: dict[str, Any] = spec.common | {"max_new_tokens": min(TOKENS, spec.max_new_tokens)}
     if beams == 1:
         return ChainSpec(**common, chain_length=min(levels, width - 1))
     nodes = min(width, 1 + beams + (levels - 1) * beams**2)
