@@ -17,8 +17,8 @@ from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, Targe
 
 Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # Asked after each level of a proposal: whether to draft another, given how many there are, and the cumulative
-# log-probabilities of the nodes [m] that would be proposed now, and of those [k] that would go on. After the last, the
-# answer changes nothing.
+# log-probabilities of the nodes [m] that would be proposed now, and of those [k] that would go on. After the
+# last level the answer changes nothing.
 More = Callable[[int, Tensor, Tensor], bool]
 
 
