@@ -131,15 +131,21 @@ class Oracle(Draft):
     head: OutputHead | None = None
     row_bytes: int = 0
 
-    def __init__(self, text: list[int]):
-        self.text = text
+    def __init__(self, prompt: list[int], text: list[int]):
+        self.prompt, self.text = prompt, text
 
     def begin(self, capacity: int) -> None:
-        self.at = 0
+        self.at = 1 - len(self.prompt)
 
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        self.at = self.at + len(tokens) if self.at else 1
+        self.at += len(tokens)
         return taps
+
+    def rows(self, n: int) -> Tensor:
+        return torch.zeros(n, 0)
+
+    def resume(self, rows: Tensor) -> None:
+        self.at += len(rows)
 
     def propose(self, length: int, pick=None) -> Proposal:
         ahead = self.text[self.at : self.at + length]
@@ -170,7 +176,7 @@ def test_greedy_tokens_equal_transformers(served, reference):
         with torch.inference_mode():
             own = reference(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :].argmax(dim=1)
         assert own.tolist() == text
-        made = respond(target, Oracle(text), FixedSpec("fixed").build(None, 0), prompt, spec, 0, Meter(CPU))
+        made = respond(target, Oracle(prompt, text), FixedSpec("fixed").build(None, 0), prompt, spec, 0, Meter(CPU))
         assert made.tokens == text
         assert made.rounds == 16, "the given text was not what verification accepted"
 

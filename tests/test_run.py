@@ -278,7 +278,11 @@ def test_memory_counts_every_turn_in_its_template_and_the_drafts(tmp_path, monke
     history = [("user", "Where?"), ("assistant", "."), ("user", "When then?")]
     prompt = chat.encode(tokenizer, [{"role": role, "content": text} for role, text in history])
     draft = 2 * 2 * 8 * 4  # keys and values, of two heads of eight floats
-    assert counted == [(len(prompt) + 20 + 20 + 8, 2 * draft)]
+    both = 2 * draft
+    measure(composed(*prompts_file(tmp_path, ("Where?",)), *bucket), tmp_path / "single", None)
+    single = len(chat.encode(tokenizer, [{"role": "user", "content": "Where?"}]))
+    # the cache of the response in progress, and those of each arm's last turn
+    assert counted == [(len(prompt) + 20 + 20 + 8, 3, 2 * both), (single + 20 + 8, 1, both)]
 
 
 @pytest.mark.parametrize(

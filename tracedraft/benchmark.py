@@ -76,7 +76,8 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device))
     built = {name: specs["draft"].build(served.target) for name in (SPECULATION, *adapters)}
     drafts, weights = {name: draft for name, (draft, _) in built.items()}, built[SPECULATION][1]
-    check_cache(bench, list(drafts.values()), conversations)
+    opened = [dataclasses.replace(conversation, turns=conversation.turns[:1]) for conversation in conversations]
+    check_cache(bench, list(drafts.values()), opened)
     asked = questions(bench, conversations)
     arms, restart = own_arms(drafts, {SPECULATION: FixedSpec("fixed"), **adapters}, cfg.seed)
     reference, reason = generate_arm(bench, dict(cfg.generate))

@@ -14,6 +14,7 @@ from torch import Tensor
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter, Pick, Target
 from tracedraft.meter import Meter
+from tracedraft.prefix import Prefix, prefill, prefill_plainly
 from tracedraft.rejection import picker, verify_rejection
 from tracedraft.types import Evidence, Mismatch, Proposal, Response, TargetPass, Update, Verdict
 from tracedraft.verify import Sampling, choose, score_gap, verify_chain, verify_tree
@@ -255,11 +256,13 @@ def respond(
     spec: DecodeSpec,
     key: int,
     meter: Meter,
+    prefix: Prefix | None = None,
 ) -> Response:
     """Answer ``prompt`` [L] token by token as the target alone would, whatever draft and adapter do.
 
     Args:
         key: of the sampling noise; see ``verify.noise_key``.
+        prefix: of the conversation's earlier turns with this draft; None: of none.
     """
     sampling = spec.sampling(key)
     meter.start()
@@ -268,14 +271,11 @@ def respond(
         capacity = spec.capacity(len(prompt), target.context)
         target.begin(capacity, spec.width, spec.prefill_chunk)
         draft.begin(capacity)
-        seen = target.prefill(prompt)
-        root = choose(seen.logits, sampling, len(prompt))
-        slots = draft.extend(seen.taps, torch.cat((root.new_tensor(prompt[1:]), root)))
+        root, hidden, slots = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
     with meter.phase("observe"):
-        hidden = seen.hidden[1:]
-        adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[rows])))
+        adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[1:][rows])))
     while not tally.ended:
         with meter.phase("update"):
             if update := adapter.maybe_update(tally.rounds):
@@ -318,13 +318,15 @@ def _teacher(logits: Tensor, rows: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda index: logits[rows[index]]
 
 
-def respond_plainly(target: Target, prompt: Sequence[int], spec: DecodeSpec, key: int, meter: Meter) -> Response:
+def respond_plainly(
+    target: Target, prompt: Sequence[int], spec: DecodeSpec, key: int, meter: Meter, prefix: Prefix | None = None
+) -> Response:
     """Answer without a draft, at the best width for it: one token a pass, never padded."""
     sampling = spec.sampling(key)
     meter.start()
     with meter.phase("prefill"):
         target.begin(spec.capacity(len(prompt), target.context), 1, spec.prefill_chunk)
-        root = choose(target.prefill(prompt).logits, sampling, len(prompt))
+        root = prefill_plainly(target, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally = _Tally(int(root), 0, limit, target.eos_ids)
     none = root[:0]

@@ -24,6 +24,7 @@ from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.measure import ALL_THREADS, Bench, check_cache, loaded, serve, warm_up
 from tracedraft.meter import Meter
+from tracedraft.prefix import Prefix
 from tracedraft.provenance import provenance
 from tracedraft.report import number, show
 from tracedraft.summary import summarise_arm
@@ -95,9 +96,10 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 def answer(bench: Bench, draft: Draft, conversation: Conversation) -> tuple[list[Response], bool]:
     """Every turn up to one that is too long for the target's context, and whether there was one."""
     fixed, answers = FixedSpec("fixed").build(None, 0), []
+    prefix = Prefix() if len(conversation.turns) > 1 else None
 
     def reply(turn: int, prompt: list[int], key: int) -> str:
-        answers.append(respond(bench.served.target, draft, fixed, prompt, bench.decode, key, bench.meter))
+        answers.append(respond(bench.served.target, draft, fixed, prompt, bench.decode, key, bench.meter, prefix))
         return chat.decode(bench.served.tokenizer, answers[-1].tokens)
 
     cut = serve(bench, conversation, reply) is not None

@@ -37,7 +37,7 @@ class Target(ABC):
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int]) -> TargetPass:
-        """Consume and commit the prompt [L]."""
+        """Consume and commit the prompt [L], or what follows the whole chunks of it that were resumed."""
 
     @abstractmethod
     def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
@@ -52,6 +52,15 @@ class Target(ABC):
     @abstractmethod
     def rewind(self, length: int) -> None:
         """Roll back to ``length`` committed tokens."""
+
+    @abstractmethod
+    def rows(self, n: int) -> Tensor:
+        """Cache rows [..., n, E] of the first ``n`` tokens, whole prefill chunks, for ``resume`` in a later response.
+        They stay as they are, and hold this response's cache in memory."""
+
+    @abstractmethod
+    def resume(self, rows: Tensor) -> None:
+        """Right after ``begin``: take the tokens of ``rows`` for consumed and committed."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,6 +96,14 @@ class Draft(ABC):
     @abstractmethod
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
         """Consume n true slots (taps H_i [n, taps*H], token x_{i+1} [n]); return pre-norm outputs [n, H]."""
+
+    @abstractmethod
+    def rows(self, n: int) -> Tensor:
+        """Cache rows [..., n, E] of the first ``n`` true slots, as ``Target.rows``."""
+
+    @abstractmethod
+    def resume(self, rows: Tensor) -> None:
+        """Right after ``begin``: take the slots of ``rows`` for consumed. Others must follow before any proposal."""
 
     @abstractmethod
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:

@@ -26,6 +26,7 @@ from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
+from tracedraft.prefix import Prefix
 from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
 from tracedraft.recorded import replaying
@@ -209,7 +210,11 @@ def check_cache(bench: Bench, drafts: list[Draft], conversations: list[Conversat
         prompt = len(chat.encode(tokenizer, history))
         longest = max(longest, prompt + (len(questions) - 1) * bench.decode.max_new_tokens)
     capacity = bench.decode.capacity(min(longest, target.context), target.context)
-    target.check_memory(capacity, sum(draft.row_bytes for draft in drafts))
+    each = sum(draft.row_bytes for draft in drafts)
+    if max((len(conversation.turns) for conversation in conversations), default=1) == 1:
+        return target.check_memory(capacity, 1, each)
+    # Each arm keeps its last turn's caches until its next turn has begun.
+    target.check_memory(capacity, 1 + len(drafts) + bench.plain, 2 * each)
 
 
 def stream(
@@ -297,6 +302,7 @@ def converse(
 ) -> dict[str, Any]:
     """Answer every turn with each arm, in turned order on odd conversations, and audit the answers."""
     by_name = {arm.name: arm for arm in arms}
+    prefixes = {name: Prefix() for name in (*by_name, PLAIN)} if len(conversation.turns) > 1 else {}
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
     turns: list[dict[str, Any]] = []
     for arm in arms:
@@ -305,7 +311,7 @@ def converse(
     def answer(turn: int, prompt: list[int], key: int) -> str:
         answers = {}
         for name in order:
-            answers[name] = response_of(bench, by_name.get(name), prompt, key)
+            answers[name] = response_of(bench, by_name.get(name), prompt, key, prefixes.get(name))
             report(name, answers[name])
         turns.append(turn_record(bench, turn, prompt, answers, key))
         return turns[-1]["text"]
@@ -323,17 +329,17 @@ def converse(
     }
 
 
-def response_of(bench: Bench, arm: Arm | None, prompt: list[int], key: int) -> Response:
+def response_of(bench: Bench, arm: Arm | None, prompt: list[int], key: int, prefix: Prefix | None) -> Response:
     """One arm's response; None: the arm without a draft."""
     target = bench.served.target
     if arm is None:
-        return respond_plainly(target, prompt, bench.decode, key, bench.meter)
+        return respond_plainly(target, prompt, bench.decode, key, bench.meter, prefix)
     if bench.recordings is None:
-        return respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+        return respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix)
     replayed = replaying(bench.served, arm.draft, prompt, bench.decode, key, bench.recordings)
     known = bench.replays if arm.name == "fixed" else {}
     if replayed.name not in known:
-        response = respond(replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter)
+        response = respond(replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix)
         if response.tokens != replayed.tokens:
             raise UserError(
                 f"{bench.recordings / replayed.name}.safetensors: its replay says something else than was "

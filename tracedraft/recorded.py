@@ -30,7 +30,7 @@ from tracedraft.target import LlamaTarget, Served
 from tracedraft.types import TargetPass, Tree
 from tracedraft.verify import choose
 
-FORMAT = 1  # to be raised when the decoder comes to round otherwise
+FORMAT = 2  # to be raised when the decoder comes to round otherwise
 
 
 class RecordedTarget(Target):
@@ -55,9 +55,10 @@ class RecordedTarget(Target):
         self.length = 0
 
     def prefill(self, tokens: Sequence[int]) -> TargetPass:
-        self.length = len(tokens)
-        hidden = self.hidden[: self.length]
-        return TargetPass(self.taps[: self.length], hidden, self.logits(hidden[-1:]))
+        new = slice(self.length, self.length + len(tokens))
+        self.length = new.stop
+        hidden = self.hidden[new]
+        return TargetPass(self.taps[new], hidden, self.logits(hidden[-1:]))
 
     def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
         """Rows are right along the response's own tokens; nobody may read further."""
@@ -71,6 +72,13 @@ class RecordedTarget(Target):
 
     def rewind(self, length: int) -> None:
         self.length = length
+
+    def rows(self, n: int) -> Tensor:
+        """Empty ones: it has no cache."""
+        return self.taps[:n, :0]
+
+    def resume(self, rows: Tensor) -> None:
+        self.length = len(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.live.logits(hidden)

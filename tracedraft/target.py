@@ -39,10 +39,12 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 
 
 class LlamaTarget(Target):
-    """Every pass of a response has one of two fixed widths and one cache length.
+    """Passes of fixed shapes: verifications have one width and the whole cache before them; prefill passes have one
+    width too, and the cache up to their own end.
 
     Rows of a product round differently in products of different shape, so constant shapes are what makes
-    low-precision outputs comparable token by token, whatever was drafted.
+    low-precision outputs comparable token by token, whatever was drafted. Of prefill, a chunk's place alone decides
+    them, not the cache's length, so a later response may go on from the chunks of an earlier one.
     """
 
     def __init__(self, model: Decoder, taps: tuple[int, ...], eos_ids: frozenset[int], context: int):
@@ -59,17 +61,19 @@ class LlamaTarget(Target):
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int]) -> TargetPass:
+        assert self.cache is not None
         ids = torch.tensor(tokens, device=self.device)
         passes = []
         for piece in ids.split(self.chunk):
-            passes.append(self._pass(piece, self.chunk))
+            passes.append(self._pass(piece, self.chunk, self.cache.first(self.length + self.chunk)))
             self.length += len(piece)
         hidden, taps = (torch.cat(parts) for parts in zip(*passes, strict=True))
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden[-1:]))
 
     @torch.inference_mode()
     def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
-        hidden, taps = self._pass(tokens, self.width, tree)
+        assert self.cache is not None
+        hidden, taps = self._pass(tokens, self.width, self.cache, tree)
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden))
 
     @torch.inference_mode()
@@ -80,8 +84,16 @@ class LlamaTarget(Target):
         self.length += n
 
     def rewind(self, length: int) -> None:
-        """Roll back to ``length`` committed tokens."""
         self.length = length
+
+    def rows(self, n: int) -> Tensor:
+        assert self.cache is not None
+        return self.cache.rows[..., :n, :]
+
+    @torch.inference_mode()
+    def resume(self, rows: Tensor) -> None:
+        assert self.cache is not None
+        self.length = self.cache.put(rows)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,32 +126,32 @@ class LlamaTarget(Target):
             x = exactly(layer)(x, at, cache.keys[0], cache.values[0], 0, mask)
         return exactly(self.model.lm_head)(exactly(self.model.norm)(x)[0, -1:])[0]
 
-    def _pass(self, tokens: Tensor, width: int, tree: Tree | None = None) -> tuple[Tensor, Tensor]:
+    def _pass(self, tokens: Tensor, width: int, cache: KVCache, tree: Tree | None = None) -> tuple[Tensor, Tensor]:
         size, branches = len(tokens), None
         padded = torch.zeros(1, width, dtype=torch.long, device=self.device)
         padded[0, :size] = tokens
         if tree is not None:
             pad = width - size
             branches = F.pad(tree.depths, (0, pad)), F.pad(tree.ancestors, (0, pad, 0, pad))
-        hidden, taps = self.model(padded, self.length, self.cache, self.rope, self.taps, branches)
+        hidden, taps = self.model(padded, self.length, cache, self.rope, self.taps, branches)
         return hidden[0, :size], taps[0, :size]
 
-    def check_memory(self, capacity: int, beside: int) -> None:
-        """Raises UserError when caches of ``capacity`` rows do not fit into the free memory.
+    def check_memory(self, capacity: int, caches: int, beside: int) -> None:
+        """Raises UserError when as many caches of ``capacity`` rows do not fit into the free memory.
 
         Args:
             beside: bytes a row that the drafts' caches take.
         """
         c, like = self.model.config, self.model.norm.weight
-        row = KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size()) + beside
+        row = caches * KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, like.element_size()) + beside
         if like.device.type == "cuda":
             free = torch.cuda.mem_get_info(like.device)[0]
         else:
             free = psutil.virtual_memory().available
         if capacity * row > free:
             raise UserError(
-                f"a KV cache of {capacity} tokens needs {capacity * row / 2**30:.1f} GiB and "
-                f"{free / 2**30:.1f} GiB are free: lower decode.max_new_tokens or target.context"
+                f"KV caches of {capacity} tokens, {caches} of the target's, need {capacity * row / 2**30:.1f} GiB "
+                f"and {free / 2**30:.1f} GiB are free: lower decode.max_new_tokens or target.context"
             )
 
 

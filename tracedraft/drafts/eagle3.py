@@ -22,7 +22,6 @@ from tracedraft.models.tree import grow
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
-CHUNK = 512  # slots of one pass over a prompt: bounds its mask
 TRAINED = ("lm_head",)  # by inner adapters, in place
 
 
@@ -52,13 +51,17 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        parts = []
-        for some_taps, some in zip(taps.split(CHUNK), tokens.split(CHUNK), strict=True):
-            features = self.model.fuse(some_taps.to(self.model.norm.weight.dtype))
-            parts.append(self._slots(features, some, self.length))
-            self.length += len(some)
-        self.last = parts[-1][-1:]
-        return torch.cat(parts)
+        slots = self._slots(self.model.fuse(taps.to(self.model.norm.weight.dtype)), tokens, self.length)
+        self.length += len(tokens)
+        self.last = slots[-1:]
+        return slots
+
+    def rows(self, n: int) -> Tensor:
+        return self.cache.rows[..., :n, :]
+
+    @torch.inference_mode()
+    def resume(self, rows: Tensor) -> None:
+        self.length = self.cache.put(rows)
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:

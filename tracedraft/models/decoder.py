@@ -105,6 +105,19 @@ class KVCache:
         """Bring rows start + ``rows`` [n] of every layer to start … start+n-1."""
         self.rows[..., start : start + len(rows), :] = self.rows[..., start + rows, :]
 
+    def first(self, capacity: int) -> KVCache:
+        """Its first rows alone, shared."""
+        part = copy(self)
+        part.capacity = capacity
+        part._hold(self.rows[..., :capacity, :])
+        return part
+
+    def put(self, rows: Tensor) -> int:
+        """Copy ``rows`` [2, layers, B, kv_heads, n, E] of another cache to the first n, and say n."""
+        size = rows.shape[-2]
+        self.rows[..., :size, :] = rows
+        return size
+
     def grown(self, capacity: int) -> KVCache:
         """The same rows with room for ``capacity``: for passes that need not round alike, as training's."""
         larger = copy(self)
