@@ -1,9 +1,9 @@
 """Prefill, and what the turns of a conversation share of it, computed once.
 
-A later turn's prompt begins with the earlier one. The whole chunks of that were computed in passes whose shapes their
-place alone decides, by the target and the draft alike, so what is kept of them has the very bits that prefilling them
-again would give. The answer in between was written by verification passes, which round otherwise: it is prefilled with
-the next question.
+A later turn's prompt begins with the earlier one. Its whole chunks were computed in passes whose shapes their place
+alone decides, by the target and the draft alike, so what is kept of them has the very bits that prefilling them again
+would give. The answer in between was written by verification passes, which round otherwise: it is prefilled with the
+next question.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ class Prefix:
     def keep(
         self, prompt: Sequence[int], models: Sequence[Target | Draft], outputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Note what ``models`` have of ``prompt`` now, and return what they put out for all of it, [L, H] each.
-
-        Args:
-            outputs: for what was not known.
-        """
+        """Note what ``models`` have of ``prompt`` now. Returns what they put out for all of it, [L, H] each, given
+        ``outputs`` for what was not known."""
         self.tokens, self.rows = list(prompt), [model.rows(len(prompt)) for model in models]
         known = self.outputs or [output[:0] for output in outputs]
         self.outputs = [torch.cat(parts) for parts in zip(known, outputs, strict=True)]
