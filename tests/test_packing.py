@@ -17,7 +17,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import Eagle3Draft, Eagle3Spec, LogitLensSpec
 from tracedraft.meter import Meter
-from tracedraft.models import eagle3
+from tracedraft.models import eagle3, packing
 from tracedraft.models.packing import PackedLinear, can_pack, pack
 from tracedraft.target import LlamaTarget
 from tracedraft.training import loop
@@ -58,11 +58,12 @@ def kinds(model: nn.Module) -> dict[str, type]:
 @needs_packing
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 64])
 @pytest.mark.parametrize(("size", "out"), [(32, 64), (33, 257), (576, 960), (1728, 576)])
-def test_a_packed_product_is_the_plain_one(rows, size, out):
-    plain = linear(size, out)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_product_is_the_plain_one(rows, size, out, bias):
+    plain = linear(size, out, bias=bias)
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    served = PackedLinear(plain.weight)
-    assert same(served(x), F.linear(x, plain.weight))
+    served = PackedLinear(plain.weight, plain.bias)
+    assert same(served(x), F.linear(x, plain.weight, plain.bias))
     assert torch.equal(served(x[None]), served(x)[None])
 
 
@@ -127,6 +128,21 @@ def test_a_loaded_checkpoint_is_packed_and_reads_back(tmp_path):
 
 
 @needs_packing
+def test_biases_are_packed_along(tmp_path):
+    """Qwen2's, of queries, keys and values."""
+    saved(tmp_path / "model", architecture="qwen2")
+    target = dataclasses.replace(spec(tmp_path / "model", tmp_path), dtype="bfloat16").build().target
+    assert set(kinds(target.model).values()) == {PackedLinear}
+    assert bool(target.model.layers[0].self_attn.qkv_proj.bias.any())
+    passes = []
+    for each in (target, unpacked(target)):
+        each.begin(64, 8, 16)
+        passes += [each.prefill(PROMPT), each.verify(torch.arange(8))]
+    assert same(passes[0].logits, passes[2].logits)
+    assert same(passes[1].logits, passes[3].logits)
+
+
+@needs_packing
 def test_the_draft_s_head_stays_plain_and_learns_in_place():
     draft, _ = LogitLensSpec("lens", 200, 0).build(tiny("bfloat16").target)
     assert {name for name, kind in kinds(draft.model).items() if kind is nn.Linear} == {"lm_head"}
@@ -135,6 +151,37 @@ def test_the_draft_s_head_stays_plain_and_learns_in_place():
     draft.head.weight.mul_(2)
     assert torch.equal(draft.model.lm_head.weight, draft.head.weight)
     assert torch.equal(draft.head.logits(features), 2 * before)
+
+
+@needs_packing
+def test_the_head_s_product_is_with_the_weight_as_it_is(monkeypatch):
+    """However the weight was changed, and packed anew only then."""
+    draft, _ = LogitLensSpec("lens", 200, 0).build(tiny("bfloat16").target)
+    head, parameter, packed = draft.head, draft.model.lm_head.weight, []
+    honest = packing._packed
+
+    def counting(weight: Tensor) -> Tensor:
+        packed.append(weight)
+        return honest(weight)
+
+    monkeypatch.setattr(packing, "_packed", counting)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    larger = torch.randn(200, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    changes = [
+        lambda: None,
+        lambda: head.weight.mul_(2),
+        lambda: torch.inference_mode()(head.weight.mul_)(2),
+        lambda: head.weight[:3].zero_(),
+        lambda: parameter.copy_(larger),
+        lambda: parameter.detach().addmm_(larger, larger.t() @ larger),
+        lambda: torch._foreach_add_([parameter], 1.0),
+        lambda: setattr(head, "weight", larger),
+    ]
+    for count, change in enumerate(changes, 1):
+        change()
+        for _ in range(2):
+            assert same(head.project(x), F.linear(x, head.weight))
+        assert len(packed) == count
 
 
 @needs_packing
@@ -150,13 +197,17 @@ def test_a_served_draft_is_saved_whole(tmp_path):
 
 @needs_packing
 def test_a_copy_is_plain_and_independent():
-    served = nn.Sequential(linear(32, 64))
+    served = nn.Sequential(linear(32, 64, bias=True))
     pack(served)
-    weight = served[0].weight
+    weight, bias = served[0].weight, served[0].bias.clone()
+    assert list(served.state_dict()) == ["0.weight", "0.bias"]
     plain = copy.deepcopy(served)[0]
     assert type(plain) is nn.Linear
     assert torch.equal(plain.weight, weight)
+    assert torch.equal(plain.bias, bias)
     plain.weight.zero_()
+    plain.bias.zero_()
+    assert torch.equal(served[0].bias, bias)
     served[0].weight.zero_()  # a copy: nothing comes of it
     assert torch.equal(served[0].weight, weight)
 
@@ -164,8 +215,8 @@ def test_a_copy_is_plain_and_independent():
 # Where nothing can be packed
 
 
-@pytest.mark.parametrize("plain", [linear(8, 8, torch.float32), linear(8, 8, torch.float16), linear(8, 8, bias=True)])
-def test_other_precisions_and_biases_stay_plain(plain):
+@pytest.mark.parametrize("plain", [linear(8, 8, torch.float32), linear(8, 8, torch.float16)])
+def test_other_precisions_stay_plain(plain):
     model = nn.Sequential(plain)
     pack(model)
     assert model[0] is plain

@@ -126,8 +126,8 @@ def served(monkeypatch) -> list[tuple[str, list[int], Response]]:
     """Every answer from now on: arm, prompt, answer; warm-up answers left out."""
     calls, right = [], measuring.respond
 
-    def noted(target, draft, adapter, prompt, spec, key, meter):
-        answer = right(target, draft, adapter, prompt, spec, key, meter)
+    def noted(target, draft, adapter, prompt, *rest):
+        answer = right(target, draft, adapter, prompt, *rest)
         calls.append(("fixed" if isinstance(adapter, FixedAdapter) else "adapted", prompt, answer))
         return answer
 

@@ -135,6 +135,7 @@ class OutputHead:
         eps: RMSNorm epsilon.
         vocab: [D] int64, target id of each draft id, ascending.
         low_rank: left [n, D] and right [n, H] in the weight's dtype: the head is weight + leftᵀ·right.
+        product: how normed features [n, H] are multiplied by the weight as it is now: [n, D].
     """
 
     norm: Tensor
@@ -142,6 +143,7 @@ class OutputHead:
     eps: float
     vocab: Tensor
     low_rank: tuple[Tensor, Tensor] | None = None
+    product: Callable[[Tensor, Tensor], Tensor] = torch.nn.functional.linear
 
     def logits(self, features: Tensor) -> Tensor:
         """Draft logits [n, D] of pre-norm features [n, H], at the head's own precision."""
@@ -150,7 +152,7 @@ class OutputHead:
 
     def project(self, normed: Tensor) -> Tensor:
         """The head alone: [n, H] → [n, D]."""
-        logits = torch.nn.functional.linear(normed, self.weight)
+        logits = self.product(normed, self.weight)
         if self.low_rank is None:
             return logits
         left, right = self.low_rank

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracedraft.ranking import top
 from tracedraft.types import Conversation, Tree, Verdict
 
-# Nuclei larger than this are sorted in full; at temperature 0.7 and top-p 0.95 almost none is.
+# Sorted at first, and then eight times as many, until they hold the nucleus. Of the embedded target's passes at top-p
+# 0.95 all were served at temperature 0.7, and two in five at 1, where a full sort took longer than the pass.
 CANDIDATES = 256
 
 
@@ -79,11 +81,13 @@ def warped(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         return ids, values
     kept = scores if limit == size else torch.topk(scores, limit, dim=1).values
     total = torch.logsumexp(kept, dim=1, keepdim=True)
-    for count in (min(CANDIDATES, limit), limit):
+    count = min(CANDIDATES, limit)
+    while True:
         values, ids = _sorted_top(scores, count)
         mass = (values - total).double().exp().cumsum(dim=1)
         if count == limit or bool((mass[:, -1] >= sampling.top_p).all()):
             break
+        count = min(8 * count, limit)
     before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=1)
     return ids, values.masked_fill(before >= sampling.top_p, float("-inf"))
 
@@ -92,12 +96,8 @@ def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest scores of each row, descending, equal ones by ascending id."""
     if count == scores.shape[1]:
         return torch.sort(scores, dim=1, descending=True, stable=True)
-    least = torch.topk(scores, count, dim=1).values[:, -1:]
-    above, level = scores > least, scores == least
-    room = count - above.sum(dim=1, keepdim=True)
-    ids = (above | (level & (level.cumsum(dim=1) <= room))).nonzero()[:, 1].view(-1, count)
-    values, order = torch.sort(scores.gather(1, ids), dim=1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+    ids = top(scores, count)
+    return scores.gather(1, ids), ids
 
 
 def choose(logits: Tensor, sampling: Sampling, position: int, depths: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def choose(logits: Tensor, sampling: Sampling, position: int, depths: Tensor | N
         depths: [T] how much later the position of each row's token is; None: 0, 1, 2 …
     """
     if sampling.temperature == 0:
-        return logits.argmax(dim=1)
+        return logits.max(dim=1).indices  # the lowest of equal ones; argmax takes five times as long in bf16
     ids, scores = warped(logits, sampling)
     steps = torch.arange(len(logits), device=logits.device) if depths is None else depths
     positions = position + steps

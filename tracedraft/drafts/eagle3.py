@@ -17,7 +17,7 @@ from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
 from tracedraft.models.eagle3_layouts import Reading
-from tracedraft.models.packing import pack
+from tracedraft.models.packing import PackedProduct, can_pack, pack
 from tracedraft.models.tree import grow
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
@@ -30,7 +30,10 @@ class Eagle3Draft(Draft):
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
         self.model, self.embedding = model, embedding
-        self._head = OutputHead(model.norm.weight.data, model.lm_head.weight.data, model.norm.eps, model.vocab)
+        norm, weight = model.norm.weight.detach(), model.lm_head.weight.detach()
+        self._head = OutputHead(norm, weight, model.norm.eps, model.vocab)
+        if can_pack(model.lm_head):
+            self._head.product = PackedProduct()
 
     @property
     def head(self) -> OutputHead:
@@ -73,7 +76,7 @@ class Eagle3Draft(Draft):
             outputs.append(features)
             logits = self.head.logits(features)
             if pick is None:
-                index = logits.argmax(dim=1)
+                index = logits.max(dim=1).indices  # argmax, which is slow in bf16
             else:
                 index, share = pick(logits, depth)
                 shares.append(share)

@@ -11,16 +11,25 @@ import torch
 from torch import Tensor, nn
 
 
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
 class PackedLinear(nn.Module):
-    """``nn.Linear`` without bias for products that nobody differentiates: the packed weight is the only copy.
+    """``nn.Linear`` for products that nobody differentiates: the packed weight is the only copy.
 
     ``weight`` and ``state_dict()`` unpack it, into copies that can be written to without any effect. A deep copy is
     a plain, trainable ``nn.Linear``.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._packed = _packed(weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
@@ -28,16 +37,34 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return _product(x, self._packed, self.bias)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __deepcopy__(self, memo: dict) -> nn.Linear:
         out, size = self._packed.shape
-        plain = nn.Linear(size, out, bias=False, device="meta")
+        plain = nn.Linear(size, out, bias=self.bias is not None, device="meta")
         plain.weight = nn.Parameter(self.weight, requires_grad=False)
+        if self.bias is not None:
+            plain.bias = nn.Parameter(self.bias.clone(), requires_grad=False)
         return plain
+
+
+class PackedProduct:
+    """Products with a weight that changes in place between many of them: packed anew whenever it has.
+
+    torch counts the changes of a tensor, its views and whatever ``detach`` gave, but not those through ``.data``.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[Tensor, int] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._of is None or self._of[0] is not weight or self._of[1] != weight._version:
+            self._of, self._weight = (weight, weight._version), _packed(weight)
+        return _product(x, self._weight)
 
 
 def pack(module: nn.Module, keep: tuple[str, ...] = ()) -> None:
@@ -52,15 +79,14 @@ def pack(module: nn.Module, keep: tuple[str, ...] = ()) -> None:
         if not isinstance(child, nn.Linear):
             pack(child, keep)
         elif name not in keep and can_pack(child):
-            setattr(module, name, PackedLinear(child.weight))
+            setattr(module, name, PackedLinear(child.weight, child.bias))
 
 
 def can_pack(linear: nn.Linear) -> bool:
     """In bf16 on a CPU with the instructions for it: fp32 gains little, and elsewhere there is no such format."""
     weight = linear.weight
     return (
-        linear.bias is None
-        and weight.device.type == "cpu"
+        weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
