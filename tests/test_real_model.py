@@ -26,6 +26,7 @@ from tracedraft.drafts.eagle3 import Eagle3Spec
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.models import architectures
+from tracedraft.prefix import Prefix
 from tracedraft.target import LlamaTarget, LlamaTargetSpec, Served
 from tracedraft.types import OutputHead, Proposal
 
@@ -222,6 +223,29 @@ def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
     assert len(made.tokens) == 40 or made.ended == "eos"
     planted = [*made.tokens[:9], made.tokens[9] + 1, *made.tokens[10:]]
     assert audit(target, prompt, planted, spec, 11)[0].index == 9
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_second_turn_goes_on_from_the_first_bit_for_bit(request, dtype, threads):
+    """From what stays of its prefill, over caches of other lengths; and a whole response says the same."""
+    target = request.getfixturevalue("served" if dtype == "float32" else "served_bf16").target
+    text = [token for prompt in prompts(request.getfixturevalue("served"), 6) for token in prompt]
+    draft, _ = Eagle3Spec("eagle3", SHIPPED, None, str(CACHE)).build(target)
+    spec = dataclasses.replace(chain(max_new_tokens=4, temperature=0.7), prefill_chunk=64, cache_bucket=1)
+    before, prefix, made = torch.get_num_threads(), Prefix(), []
+    torch.set_num_threads(threads)
+    try:
+        for prompt, given in ((text[:170], prefix), (text[:240], prefix), (text[:240], None)):
+            fixed = FixedSpec("fixed").build(None, 0)
+            answer = respond(target, draft, fixed, prompt, spec, 11, Meter(CPU), given)
+            made.append((answer.tokens, target.rows(len(prompt)).clone(), draft.rows(len(prompt)).clone()))
+    finally:
+        torch.set_num_threads(before)
+    assert made[1][0] == made[2][0]
+    assert torch.equal(made[1][1], made[2][1])
+    assert torch.equal(made[1][2], made[2][2])
+    assert torch.equal(made[0][1][..., :128, :], made[2][1][..., :128, :])
 
 
 ADAPTERS = sorted(path.stem for path in (shipped_dir("conf") / "adapter").glob("*.yaml"))

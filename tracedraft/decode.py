@@ -58,7 +58,8 @@ class DecodeSpec(ABC):
     Attributes:
         acceptance: "exact", the target's own draw, the same whatever is drafted; "rejection", classical
             speculative sampling, lossless in distribution only.
-        prefill_chunk, cache_bucket: tokens; the fixed shapes of prefill passes and of the KV cache.
+        prefill_chunk, cache_bucket: tokens; the fixed shapes of prefill passes and of the KV cache. Turns of a
+            conversation share whole chunks.
     """
 
     name: str
