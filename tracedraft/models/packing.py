@@ -1,8 +1,8 @@
 """Frozen linears with their weights stored in the order that oneDNN, torch's library for CPU products, reads.
 
 A bf16 product on a CPU otherwise reorders the whole weight on every call, which takes longer than multiplying a few
-rows by it. The one order serves every number of rows. Results, with and without bias, were bit-equal to those of plain weights on a CPU with
-bf16 instructions, and within rounding where they are emulated.
+rows by it. The one order serves every number of rows. Results, with and without bias, were bit-equal to those of
+plain weights on a CPU with bf16 instructions, and within rounding where they are emulated.
 """
 
 from __future__ import annotations
