@@ -25,8 +25,8 @@ USAGE = """usage: tracedraft COMMAND [overrides]
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
   export      write a draft, and what a run made of it, for SGLang or vLLM:
               tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
-  bench       speed of plain decoding beside transformers, of speculation beside plain decoding, and what learning
-              costs: tracedraft bench repetitions=4
+  bench       speed of plain decoding beside other engines, of each decode mode beside plain decoding, and what
+              learning costs: tracedraft bench repetitions=4
   prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
@@ -117,9 +117,10 @@ def export(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="bench")
 def bench(cfg: DictConfig) -> None:
-    """Speed side by side: transformers, plain decoding, speculation, and each learner."""
+    """Speed side by side: other engines, plain decoding, each decode mode, and each learner."""
     _quiet()
-    from tracedraft.benchmark import benchmark, text
+    from tracedraft.benchmark.command import benchmark
+    from tracedraft.benchmark.table import text
     from tracedraft.report import unmake
 
     def measured() -> None:
