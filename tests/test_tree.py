@@ -19,9 +19,9 @@ from tracedraft.decode import audit, respond
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
-from tracedraft.models.tree import grow, linked, top
+from tracedraft.models.tree import grow, linked
 from tracedraft.types import Proposal, Response
-from tracedraft.verify import Sampling, choose, verify_tree
+from tracedraft.verify import Sampling, choose, top, verify_tree
 
 aten = torch.ops.aten
 

@@ -92,12 +92,19 @@ def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest scores of each row, descending, equal ones by ascending id."""
     if count == scores.shape[1]:
         return torch.sort(scores, dim=1, descending=True, stable=True)
-    least = torch.topk(scores, count, dim=1).values[:, -1:]
-    above, level = scores > least, scores == least
-    room = count - above.sum(dim=1, keepdim=True)
-    ids = (above | (level & (level.cumsum(dim=1) <= room))).nonzero()[:, 1].view(-1, count)
-    values, order = torch.sort(scores.gather(1, ids), dim=1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+    ids = top(scores, count)
+    return scores.gather(1, ids), ids
+
+
+def top(scores: Tensor, count: int) -> Tensor:
+    """Indices [..., count] of the largest of ``scores`` [..., n], at most fp32; descending, equal ones ascending.
+
+    topk alone leaves open which of equal numbers it names, and in bf16 many are equal. So it compares integers:
+    the bits of an fp32 number, which sort like it once those of negative ones are turned, and then the index.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: there are two zeros
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((ordered << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count).indices
 
 
 def choose(logits: Tensor, sampling: Sampling, position: int, depths: Tensor | None = None) -> Tensor:
@@ -171,15 +178,16 @@ def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: 
         position: absolute position of the first drafted token.
     """
     chosen = choose(logits, sampling, position)
-    accepted = int((chosen[:-1] == drafted).cumprod(dim=0).sum())
-    return chain_verdict(chosen[: accepted + 1].tolist(), drafted)
+    accepted = (chosen[:-1] == drafted).cumprod(dim=0).sum(dim=0, keepdim=True)
+    *tokens, count = torch.cat((chosen, accepted)).tolist()  # the one read of a round: it waits for the device
+    return chain_verdict(tokens[: count + 1], chosen[: count + 1], drafted)
 
 
-def chain_verdict(tokens: list[int], drafted: Tensor) -> Verdict:
-    """That all of ``tokens`` but the last were accepted, of the chain ``drafted`` [K]."""
+def chain_verdict(tokens: list[int], ids: Tensor, drafted: Tensor) -> Verdict:
+    """That all of ``tokens``, on the device ``ids``, but the last were accepted, of the chain ``drafted`` [K]."""
     accepted = len(tokens) - 1
     rows = torch.arange(len(tokens), device=drafted.device)
-    return Verdict(accepted, tokens, tested=min(accepted + 1, len(drafted)), rows=rows)
+    return Verdict(accepted, tokens, ids, tested=min(accepted + 1, len(drafted)), rows=rows)
 
 
 def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling, position: int) -> Verdict:
@@ -195,7 +203,11 @@ def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling,
     chosen = choose(logits, sampling, position, tree.depths)
     said = chosen[tree.parents[1:]] == drafted
     right = torch.cat((said.new_ones(1), said))
-    rows = (right | ~tree.ancestors).all(dim=1).nonzero()[:, 0]
-    followed = (tree.parents[1:] == rows[-1]).any()
-    *tokens, more = torch.cat((chosen[rows], followed[None])).tolist()
-    return Verdict(len(rows) - 1, tokens, tested=len(rows) - 1 + more, rows=rows)
+    stands = (right | ~tree.ancestors).all(dim=1)
+    # the rows that stand, ascending, then the others: as many on every path, so that only their number is read
+    rows = stands.logical_not().byte().sort(stable=True).indices
+    count = stands.sum(dim=0, keepdim=True)
+    followed = (tree.parents[1:] == rows.gather(0, count - 1)).any(dim=0, keepdim=True)
+    chosen = chosen[rows]
+    *tokens, size, more = torch.cat((chosen, count, followed)).tolist()
+    return Verdict(size - 1, tokens[:size], chosen[:size], tested=size - 1 + more, rows=rows[:size])

@@ -17,20 +17,10 @@ from torch import Tensor
 
 from tracedraft.interfaces import More
 from tracedraft.types import Tree
+from tracedraft.verify import top
 
 # Draft logits [k, D] after the beams, whose draft ids [k] follow beams [k] of the level before (of one root: 0).
 Expand = Callable[[Tensor, Tensor], Tensor]
-
-
-def top(scores: Tensor, count: int) -> Tensor:
-    """Indices [..., count] of the largest of ``scores`` [..., n], at most fp32; descending, equal ones ascending.
-
-    topk alone leaves open which of equal numbers it names, and in bf16 many are equal. So it compares integers:
-    the bits of an fp32 number, which sort like it once those of negative ones are turned, and then the index.
-    """
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: there are two zeros
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return ((ordered << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count).indices
 
 
 def linked(parents: Tensor, depth: int) -> Tree:
