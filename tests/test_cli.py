@@ -109,7 +109,7 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    commands = ("run", "train", "eval-draft", "export", "bench", "prepare")
+    commands = ("run", "train", "eval-draft", "export", "bench", "bench-gpu", "prepare")
     assert all(f"  {command} " in out for command in commands)
     assert tell(cli.main) == (2, "", out)
 

@@ -1,4 +1,4 @@
-"""How often a round waits for the device, as it does for each value that Python reads from a tensor or sends there."""
+"""How often a round waits for the device: for each value that Python reads from a tensor, or sends to one."""
 
 from __future__ import annotations
 
