@@ -117,7 +117,7 @@ def test_models_know_no_component():
 def test_the_loop_sees_interfaces_only():
     allowed = {f"tracedraft.{name}" for name in ("interfaces", "types", "verify", "rejection", "meter", "errors")}
     assert ours("tracedraft.decode") <= allowed
-    assert ours("tracedraft.verify") <= {"tracedraft.types"}
+    assert ours("tracedraft.verify") <= {"tracedraft.types", "tracedraft.ranking"}
 
 
 ENTRIES = ("run", "train", "eval_draft", "export", "bench", "bench_gpu")

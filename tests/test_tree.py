@@ -20,8 +20,9 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.models.tree import grow, linked
+from tracedraft.ranking import top
 from tracedraft.types import Proposal, Response
-from tracedraft.verify import Sampling, choose, top, verify_tree
+from tracedraft.verify import Sampling, choose, verify_tree
 
 aten = torch.ops.aten
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracedraft.ranking import top
 from tracedraft.types import Conversation, Tree, Verdict
 
 # Nuclei larger than this are sorted in full; at temperature 0.7 and top-p 0.95 almost none is.
@@ -94,17 +95,6 @@ def _sorted_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return torch.sort(scores, dim=1, descending=True, stable=True)
     ids = top(scores, count)
     return scores.gather(1, ids), ids
-
-
-def top(scores: Tensor, count: int) -> Tensor:
-    """Indices [..., count] of the largest of ``scores`` [..., n], at most fp32; descending, equal ones ascending.
-
-    topk alone leaves open which of equal numbers it names, and in bf16 many are equal. So it compares integers:
-    the bits of an fp32 number, which sort like it once those of negative ones are turned, and then the index.
-    """
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: there are two zeros
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return ((ordered << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count).indices
 
 
 def choose(logits: Tensor, sampling: Sampling, position: int, depths: Tensor | None = None) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tracedraft.interfaces import More
+from tracedraft.ranking import top
 from tracedraft.types import Tree
-from tracedraft.verify import top
 
 # Draft logits [k, D] after the beams, whose draft ids [k] follow beams [k] of the level before (of one root: 0).
 Expand = Callable[[Tensor, Tensor], Tensor]
