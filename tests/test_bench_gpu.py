@@ -95,6 +95,7 @@ def test_ratios_are_of_the_least_time_and_shares_of_a_response_s():
     for slow in (1, 2, 4):
         made = {
             "plain": response(10, verify=0.02 * slow),
+            "eager": response(10, verify=0.05 * slow),
             "chain": response(10, verify=0.04 * slow, propose=0.03 * slow, observe=0.01 * slow),
             "sgd": response(10, updates=5, update=0.05 * slow),
             "none": response(10),
@@ -103,6 +104,7 @@ def test_ratios_are_of_the_least_time_and_shares_of_a_response_s():
     table = gpu.rows(bench, {"chain": SimpleNamespace(depth=4)}, done, bandwidth, tau=2.0)
     found = {row["what"]: (row["ms"], row["limit_ms"], row["ratio"]) for row in table}
     assert found["plain decoding, a token"] == pytest.approx((4, 1, 1 / 4))
+    assert found["the same without graphs"] == pytest.approx((10, 1, 1 / 10))
     assert found["chain, verification"] == pytest.approx((8, 1, 1 / 8))
     assert found["chain, drafting"] == pytest.approx((6, drafting, drafting / 6))
     assert found["chain, a round"] == pytest.approx((16, 1 + drafting, (1 + drafting) / 16))
@@ -115,7 +117,7 @@ def test_without_a_gpu_a_small_shape_runs_and_says_so(ran, capsys):
     assert ran["shape"]["name"] == "dry"
     assert ran["bandwidth"]["peak"] is None
     assert ran["limit"] == "copied"
-    arms = ["plain", "chain", "tree", "dense_adam", "dense_sgd", "lowrank"]
+    arms = ["plain", "eager", "chain", "tree", "dense_adam", "dense_sgd", "lowrank"]
     assert [list(made) for made in ran["repetitions"]] == [arms]
     for name in ("dense_adam", "dense_sgd", "lowrank"):
         assert ran["repetitions"][0][name]["updates"]["attempted"] == ran["repetitions"][0][name]["rounds"] // 8
@@ -147,7 +149,7 @@ def test_learners_leave_the_draft_to_each_other_as_it_was(monkeypatch):
     assert all(committed[name] for name in learners), committed
     assert torch.equal(draft.head.weight, before)
     assert draft.head.low_rank is None
-    assert done[0]["again"].tokens == done[0]["plain"].tokens
+    assert done[0]["again"].tokens == done[0]["plain"].tokens == done[0]["eager"].tokens
 
 
 def test_the_card_s_bandwidth_is_two_transfers_a_cycle(monkeypatch):

@@ -133,7 +133,14 @@ def test_help_lists_the_options_of_each_group(tell):
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [(cli.run, "config"), (cli.train, "train"), (cli.eval_draft, "eval-draft"), (cli.prepare, "prepare")],
+    [
+        (cli.run, "config"),
+        (cli.train, "train"),
+        (cli.eval_draft, "eval-draft"),
+        (cli.bench, "bench"),
+        (cli.bench_gpu, "bench-gpu"),
+        (cli.prepare, "prepare"),
+    ],
 )
 def test_help_says_what_often_used_keys_mean_and_they_exist(tell, command, name):
     code, out, err = tell(command, "--help")

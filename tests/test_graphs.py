@@ -146,6 +146,23 @@ def test_as_many_capacities_are_kept_as_is_said(monkeypatch):
     assert len(static.static._kept) == 2
 
 
+def test_where_memory_is_short_other_capacities_make_room(monkeypatch):
+    _, static = pair("float32")
+    static.begin(64, 8, 16)
+    static.begin(96, 8, 16)
+    make = static.model.cache
+
+    def cache(batch, capacity):
+        if static.static._kept:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(batch, capacity)
+
+    monkeypatch.setattr(static.model, "cache", cache)
+    static.begin(128, 8, 16)
+    assert static.cache.capacity == 128
+    assert list(static.static._kept) == [128]
+
+
 def test_on_a_gpu_passes_are_captured_once_and_replayed(monkeypatch):
     """The order of calls, against a stand-in for torch.cuda."""
     told = []

@@ -54,10 +54,10 @@ class LlamaTarget(Target):
         self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps), taps, model.config.layers)
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
+        self.cache = None  # the last response's, before there are two
         if self.static is not None:
             self.cache, self.rope = self.static.begin(capacity)
         else:
-            self.cache = None  # the last response's, before there are two
             self.cache, self.rope = self.model.cache(1, capacity), self.model.rope(capacity)
         self.width, self.chunk, self.length = width, chunk, 0
 

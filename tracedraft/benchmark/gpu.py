@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.benchmark.command import each, modes
+from tracedraft.benchmark.numbers import PLAIN
 from tracedraft.benchmark.pair import PairSpec, prompt
 from tracedraft.config import build_spec, check_settings, plain
 from tracedraft.decode import DecodeSpec, respond, respond_plainly
@@ -29,12 +30,14 @@ from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.files import write_atomically
 from tracedraft.measure import ALL_THREADS
 from tracedraft.meter import Meter
+from tracedraft.models.graphs import StaticPasses
 from tracedraft.provenance import provenance
 from tracedraft.report import MISSING, markdown, number
 from tracedraft.target import LlamaTarget
 from tracedraft.types import Response
 
 RESULT = "bench_gpu.json"
+EAGER = "eager"  # plain decoding in passes that are launched operator by operator
 ROUND = ("propose", "verify", "observe")
 RESPONSE = 1024  # tokens, of whose time an update may take a share
 COPIES = 20
@@ -69,6 +72,8 @@ def benchmark_gpu(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     decodes, learners = modes(cfg), each(cfg, "updates")
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     target = spec.target(device)
+    if dry:
+        target.static = StaticPasses(target.model, target.taps, captured=False)  # what graphs are captured of
     bench = Bench(spec, target, spec.draft(target), prompt(spec, size.prompt), Meter(device))
     speed = {"peak": peak(device), "copied": copied(device, size.copy_mib * 2**20)}
     done = measured(bench, decodes, learners, cfg.repetitions)
@@ -115,15 +120,18 @@ def peak(device: torch.device) -> float | None:
 def measured(
     bench: Bench, decodes: dict[str, DecodeSpec], learners: dict[str, Any], repetitions: int
 ) -> list[dict[str, Response]]:
-    """By repetition, after one that warms up, the answer of each arm: without a draft, in each mode, and with each
-    learner in the first mode."""
+    """By repetition, after one that warms up, the answer of each arm: without a draft, the same in passes that are no
+    graphs, in each mode, and with each learner in the first mode."""
     first = next(iter(decodes.values()))
     fixed = FixedSpec("fixed")
     arms = {mode: (decode, fixed) for mode, decode in decodes.items()}
     arms |= {name: (first, adapter) for name, adapter in learners.items()}
     done = []
     for _ in range(repetitions + 1):
-        answers = {"plain": respond_plainly(bench.target, bench.prompt, first, 0, bench.meter)}
+        answers = {PLAIN: respond_plainly(bench.target, bench.prompt, first, 0, bench.meter)}
+        graphs, bench.target.static = bench.target.static, None
+        answers[EAGER] = respond_plainly(bench.target, bench.prompt, first, 0, bench.meter)
+        bench.target.static = graphs
         for name, (decode, adapter) in arms.items():
             learner = adapter.build(bench.draft.head, 0)
             learner.begin_conversation()
@@ -148,7 +156,7 @@ def rows(
     bench: Bench, decodes: dict[str, DecodeSpec], done: list[dict[str, Response]], bandwidth: float, tau: float
 ) -> list[dict[str, Any]]:
     """Milliseconds measured beside the least that the bandwidth allows, and of updates beside a response's."""
-    length = len(bench.prompt) + len(done[0]["plain"].tokens) // 2
+    length = len(bench.prompt) + len(done[0][PLAIN].tokens) // 2
 
     def median(arm: str, *phases: str) -> float:
         """Milliseconds a round."""
@@ -158,7 +166,8 @@ def rows(
         return {"what": what, "kind": kind, "ms": ms, "limit_ms": limit, "ratio": limit / ms}
 
     a_pass = 1e3 * bench.spec.pass_bytes(length) / bandwidth
-    table = [row("plain decoding, a token", "plain", median("plain", "verify"), a_pass)]
+    table = [row("plain decoding, a token", PLAIN, median(PLAIN, "verify"), a_pass)]
+    table.append(row("the same without graphs", EAGER, median(EAGER, "verify"), a_pass))
     for mode, decode in decodes.items():
         drafting = 1e3 * bench.spec.draft_bytes(decode.depth, length) / bandwidth
         table.append(row(f"{mode}, verification", "verify", median(mode, "verify"), a_pass))
@@ -166,7 +175,7 @@ def rows(
         table.append(row(f"{mode}, a round", "round", median(mode, *ROUND), a_pass + drafting))
     first = next(iter(decodes))
     decoding = median(first, *ROUND) * RESPONSE / tau
-    for name in [arm for arm in done[0] if arm != "plain" and arm not in decodes]:
+    for name in [arm for arm in done[0] if arm not in (PLAIN, EAGER, *decodes)]:
         spent = [1e3 * made[name].seconds["update"] / len(made[name].updates) for made in done if made[name].updates]
         ms = statistics.median(spent) if spent else None
         share = ms and ms / decoding
@@ -182,9 +191,7 @@ def text(result: dict[str, Any]) -> str:
     clocked = "unknown" if speed["peak"] is None else f"{speed['peak'] / 1e9:.0f} GB/s"
     lines = [["", "ms", "limit, ms", "ratio", "aim", "reached"]]
     for row in result["rows"]:
-        aim, lower = {"plain": (aims["plain"], False), "update": (aims["update"], True)}.get(
-            row["kind"], (None, False)
-        )
+        aim, lower = {PLAIN: (aims["plain"], False), "update": (aims["update"], True)}.get(row["kind"], (None, False))
         reached = MISSING
         if aim is not None and row["ratio"] is not None and not result["dry_run"]:
             reached = "yes" if (row["ratio"] <= aim if lower else row["ratio"] >= aim) else "no"

@@ -108,7 +108,12 @@ class StaticPasses:
         if capacity not in self._kept:
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            self._kept[capacity] = self._model.cache(1, capacity), self._model.rope(capacity), {}
+            try:
+                cache = self._model.cache(1, capacity)
+            except torch.OutOfMemoryError:  # one was found to fit; several need not
+                self._kept.clear()
+                cache = self._model.cache(1, capacity)
+            self._kept[capacity] = cache, self._model.rope(capacity), {}
         self._kept.move_to_end(capacity)
         cache, rope, _ = self._kept[capacity]
         cache.rows.zero_()
