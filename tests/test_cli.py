@@ -109,7 +109,7 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    commands = ("run", "train", "eval-draft", "export", "bench", "prepare")
+    commands = ("run", "train", "eval-draft", "export", "bench", "bench-gpu", "prepare")
     assert all(f"  {command} " in out for command in commands)
     assert tell(cli.main) == (2, "", out)
 
@@ -133,7 +133,14 @@ def test_help_lists_the_options_of_each_group(tell):
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [(cli.run, "config"), (cli.train, "train"), (cli.eval_draft, "eval-draft"), (cli.prepare, "prepare")],
+    [
+        (cli.run, "config"),
+        (cli.train, "train"),
+        (cli.eval_draft, "eval-draft"),
+        (cli.bench, "bench"),
+        (cli.bench_gpu, "bench-gpu"),
+        (cli.prepare, "prepare"),
+    ],
 )
 def test_help_says_what_often_used_keys_mean_and_they_exist(tell, command, name):
     code, out, err = tell(command, "--help")

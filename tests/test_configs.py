@@ -124,18 +124,16 @@ def test_export_composes_with_the_run_s_own_options():
 def test_bench_composes_with_the_run_s_own_options():
     """But for how much of them it takes."""
     cfg, run = composed(name="bench"), composed()
-    assert plain(build_spec(cfg.target, "target")) == plain(build_spec(run.target, "target"))
-    assert plain(build_spec(cfg.draft, "draft")) == plain(build_spec(run.draft, "draft"))
-    less = {"max_new_tokens": cfg.decode.max_new_tokens}
-    assert plain(build_spec(cfg.decode, "decode")) == plain(build_spec(run.decode, "decode")) | less
-    for name, node in cfg.adapters.items():
-        own = composed(f"adapter={name}").adapter
-        assert plain(build_spec(node, "adapter")) == plain(build_spec(own, "adapter"))
-    for key in ("workload", "stand_in"):
-        own = composed(
-            f"workload={cfg[key].name}", f"workload.limit={cfg[key].limit}", "workload.max_turns=1"
-        ).workload
-        assert plain(build_spec(cfg[key], key)) == plain(build_spec(own, key))
+    for group in ("target", "draft"):
+        assert plain(build_spec(cfg[group], group)) == plain(build_spec(run[group], group))
+    for group in ("decode", "adapter", "workload"):
+        assert cfg[f"{group}s"]
+        for name, node in cfg[f"{group}s"].items():
+            own = composed(f"{group}={name}")[group]
+            assert plain(build_spec(node, name)) == plain(build_spec(own, name))
+    for group in ("decode", "workload"):
+        for node in (*cfg[f"{group}s"].values(), cfg.stand_in if group == "workload" else cfg.decodes.chain):
+            assert cfg[group].keys() <= node.keys(), "these are laid over each of them"
 
 
 def test_training_composes_with_every_target_and_its_output_follows():

@@ -96,17 +96,57 @@ def test_an_exception_closes_its_phase_and_a_new_start_forgets_it():
     assert meter.stop()["update"] == 0.0
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda:0", 6)])
-def test_only_a_gpu_is_waited_for(monkeypatch, device, waits):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    meter = Meter(torch.device(device))
+class Queue:
+    """A GPU as the meter sees it: marks pass when the queue comes to them, and waiting empties it."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.waits = 0.0, 0  # milliseconds on the device
+        queue = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = queue.now
+
+            def elapsed_time(self, end):
+                assert queue.waits % 2 == 0, "read before the device had passed it"
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+
+    def wait(self, device):
+        assert device == torch.device("cuda:0")
+        self.waits += 1
+
+
+def test_a_gpu_is_waited_for_at_the_ends_alone_and_phases_are_its_own(monkeypatch, clock):
+    queue = Queue(monkeypatch)
+    meter = Meter(torch.device("cuda:0"))
+    for _ in range(2):
+        meter.start()
+        began = clock.now
+        for name, work in (("propose", 0.25), ("verify", 1.5), ("propose", 0.5)):
+            with meter.phase(name):
+                queue.now += work
+            queue.now += 0.125
+        seconds = meter.stop()
+        assert (seconds["propose"], seconds["verify"]) == (0.75e-3, 1.5e-3)
+        assert sum(round(s * 1e9) for s in seconds.values()) == clock.now - began
+    assert queue.waits == 4
+
+
+def test_the_cpu_is_never_waited_for(monkeypatch):
+    queue = Queue(monkeypatch)
+    meter = Meter(CPU)
     meter.start()
-    for name in ("propose", "verify"):
-        with meter.phase(name):
-            pass
+    with meter.phase("verify"):
+        pass
     meter.stop()
-    assert calls == [torch.device(device)] * waits
+    assert queue.waits == 0
 
 
 def test_six_phases_cost_less_than_a_thousandth_of_a_round():

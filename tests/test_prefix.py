@@ -16,6 +16,8 @@ from tracedraft import measure as measuring
 from tracedraft.decode import audit, respond, respond_plainly
 from tracedraft.measure import measure
 from tracedraft.meter import Meter
+from tracedraft.models.graphs import StaticPasses
+from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.prefix import Prefix, prefill
 from tracedraft.target import LlamaTarget
 from tracedraft.types import Response
@@ -49,6 +51,19 @@ def fed(target: LlamaTarget, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(target, "prefill", counting)
     return counted
+
+
+def test_rows_kept_for_later_survive_a_cache_that_is_used_again():
+    """As on a GPU, where graphs are bound to their cache's memory."""
+    target = TinyTargetSpec("tiny", 0, "cpu", "float32", 1024, {}).build().target
+    target.static = StaticPasses(target.model, target.taps, captured=False)
+    target.begin(64, 8, CHUNK)
+    target.prefill(text(CHUNK))
+    kept = target.rows(CHUNK)
+    before = kept.clone()
+    target.begin(64, 8, CHUNK)
+    target.prefill(text(CHUNK, seed=1))
+    assert torch.equal(kept, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,8 +25,10 @@ USAGE = """usage: tracedraft COMMAND [overrides]
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
   export      write a draft, and what a run made of it, for SGLang or vLLM:
               tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
-  bench       speed of plain decoding beside transformers, of speculation beside plain decoding, and what learning
-              costs: tracedraft bench repetitions=4
+  bench       speed of plain decoding beside other engines, of each decode mode beside plain decoding, and what
+              learning costs: tracedraft bench repetitions=4
+  bench-gpu   speed beside the limits of the card's memory, of random weights in an 8B model's shape; without a
+              GPU a dry run: tracedraft bench-gpu repetitions=5
   prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
 
 tracedraft COMMAND --help lists the options of each configuration group."""
@@ -44,6 +46,7 @@ def main() -> None:
         "eval-draft": eval_draft,
         "export": export,
         "bench": bench,
+        "bench-gpu": bench_gpu,
         "prepare": prepare,
     }
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
@@ -117,14 +120,30 @@ def export(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="bench")
 def bench(cfg: DictConfig) -> None:
-    """Speed side by side: transformers, plain decoding, speculation, and each learner."""
+    """Speed side by side: other engines, plain decoding, each decode mode, and each learner."""
     _quiet()
-    from tracedraft.benchmark import benchmark, text
+    from tracedraft.benchmark.command import benchmark
+    from tracedraft.benchmark.table import text
     from tracedraft.report import unmake
 
     def measured() -> None:
         result, file = benchmark(cfg, Path(HydraConfig.get().runtime.output_dir))
         unmake()  # where `out` took the file elsewhere
+        print(f"{text(result)}\nrecord: {file}")
+
+    _plainly(measured)
+
+
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="bench-gpu")
+def bench_gpu(cfg: DictConfig) -> None:
+    """Decoding and updates beside the limits of a GPU."""
+    _quiet()
+    from tracedraft.benchmark.gpu import benchmark_gpu, text
+    from tracedraft.report import unmake
+
+    def measured() -> None:
+        result, file = benchmark_gpu(cfg, Path(HydraConfig.get().runtime.output_dir))
+        unmake()
         print(f"{text(result)}\nrecord: {file}")
 
     _plainly(measured)

@@ -91,6 +91,7 @@ def _is_number(value: Any) -> bool:
 
 MEASURES = ("time", "acceptance")
 WANDB_MODES = ("online", "offline", "disabled")
+WHOLE = (lambda v: type(v) is int and v >= 1, "1 or more")
 # Keys that no spec holds, whichever command knows them: what each may be, in code and in words.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**63, "a whole number from 0"),
@@ -98,7 +99,9 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plain": (lambda v: type(v) is bool, "true or false"),
     "keep_learner": (lambda v: type(v) is bool, "true or false"),
     "threads": (lambda v: v is None or (type(v) is int and v > 0), "1 or more, or null for all"),
-    "repetitions": (lambda v: type(v) is int and v >= 1, "1 or more"),
+    "repetitions": WHOLE,
+    **{f"{size}.{key}": WHOLE for size in ("size", "dry_size") for key in ("prompt", "copy_mib")},
+    "tau": (lambda v: _is_number(v) and v > 0, "above 0"),
     "temperatures": (lambda v: type(v) is list and bool(v) and all(map(_is_number, v)), "one or more, as [0,0.7]"),
     "wandb.mode": (lambda v: v in WANDB_MODES, f"one of {', '.join(WANDB_MODES)}"),
     "wandb.tags": (lambda v: type(v) is list, "a list, as [a,b]"),

@@ -286,14 +286,14 @@ def respond(
             proposal = proposer.propose(draft, picker(sampling, position))
             drafted = proposal.tokens
         with meter.phase("verify"):
-            passed = target.verify(torch.cat((drafted.new_tensor(tally.tokens[-1:]), drafted)), proposal.tree)
+            passed = target.verify(torch.cat((root, drafted)), proposal.tree)
             found = verdict(passed.logits, proposal, sampling, position)
             kept = tally.keep(found)
             proposer.learn(found)
-            rows = found.rows[: len(kept)]
+            rows, ids = found.rows[: len(kept)], found.ids[: len(kept)]
             target.commit(len(kept), rows if proposal.tree else None)
         with meter.phase("propose"):
-            last, slots = slots[-1:], draft.extend(passed.taps[rows], drafted.new_tensor(kept))
+            root, last, slots = ids[-1:], slots[-1:], draft.extend(passed.taps[rows], ids)
         with meter.phase("observe"):
             features = torch.cat((last, slots[:-1]))
             adapter.observe(Evidence("response", features, _teacher(passed.logits, rows)))
@@ -333,8 +333,10 @@ def respond_plainly(
     none = root[:0]
     while not tally.ended:
         with meter.phase("verify"):
-            passed = target.verify(root.new_tensor(tally.tokens[-1:]))
-            tally.keep(verify_chain(passed.logits, none, sampling, len(prompt) + len(tally.tokens)))
+            passed = target.verify(root)
+            found = verify_chain(passed.logits, none, sampling, len(prompt) + len(tally.tokens))
+            tally.keep(found)
+            root = found.ids
             target.commit(1)
     return tally.response(meter.stop(), spec.max_new_tokens)
 

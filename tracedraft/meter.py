@@ -14,15 +14,17 @@ PHASES: tuple[str, ...] = ("prefill", "propose", "verify", "observe", "update", 
 class Meter:
     """Splits the wall time between ``start`` and ``stop`` into phases.
 
-    Readings wait for the device, so that work queued in a phase is charged to that phase.
+    On a GPU a phase is what passes on the device between two marks in its queue, so that work queued in a phase is
+    charged to that phase, and nothing is waited for but at ``start`` and ``stop``.
 
     Args:
-        device: where the timed work runs. On the CPU nothing is waited for.
+        device: where the timed work runs.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._waits = device.type == "cuda"
+        self._queued = device.type == "cuda"
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # around phases, not read yet
         self._spent = dict.fromkeys(PHASES, 0)  # nanoseconds
         self._began: int | None = None
         self._open: str | None = None
@@ -32,6 +34,7 @@ class Meter:
     def start(self) -> None:
         """Begin a measurement. One that an exception left unfinished is dropped."""
         self._spent = dict.fromkeys(PHASES, 0)
+        self._marks = []
         self._open = None
         self._began = self._now()
 
@@ -47,6 +50,8 @@ class Meter:
             raise RuntimeError(f"Meter.stop() inside phase {self._open!r}")
         whole = self._now() - self._began
         self._began = None
+        for name, begin, end in self._marks:
+            self._spent[name] += round(1e6 * begin.elapsed_time(end))
         # In whole nanoseconds, so that no rounding comes between the parts and the whole.
         self._spent["other"] = whole - sum(self._spent.values())
         return {name: spent / 1e9 for name, spent in self._spent.items()}
@@ -63,20 +68,28 @@ class Meter:
             raise ValueError(f"phase {name!r}: expected one of {', '.join(self._phases)}") from None
 
     def _now(self) -> int:
-        if self._waits:
+        if self._queued:
             import torch
 
             torch.cuda.synchronize(self._device)
         return time.perf_counter_ns()
 
+    def _mark(self) -> torch.cuda.Event:
+        import torch
+
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
 
 class _Phase:
-    __slots__ = ("_began", "_meter", "_name")
+    __slots__ = ("_began", "_mark", "_meter", "_name")
 
     def __init__(self, meter: Meter, name: str):
         self._meter = meter
         self._name = name
         self._began = 0
+        self._mark: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
         meter = self._meter
@@ -85,9 +98,15 @@ class _Phase:
         if meter._open is not None:
             raise RuntimeError(f"phase {self._name!r} inside phase {meter._open!r}: phases do not nest")
         meter._open = self._name
-        self._began = meter._now()
+        if meter._queued:
+            self._mark = meter._mark()
+        else:
+            self._began = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
         meter = self._meter
-        meter._spent[self._name] += meter._now() - self._began
+        if self._mark is not None:
+            meter._marks.append((self._name, self._mark, meter._mark()))
+        else:
+            meter._spent[self._name] += time.perf_counter_ns() - self._began
         meter._open = None

@@ -47,7 +47,8 @@ def verify_rejection(logits: Tensor, proposal: Proposal, sampling: Sampling, pos
         rest[0, vocab] -= q[accepted]
         rest = rest.clamp_(min=0)
     last = _draw(rest, sampling.key, position + accepted, RESIDUAL)
-    return chain_verdict([*drafted[:accepted].tolist(), int(last)], drafted)
+    said = torch.cat((drafted[:accepted], last))
+    return chain_verdict(said.tolist(), said, drafted)
 
 
 def _draw(share: Tensor, key: int, position: int, stream: int) -> Tensor:

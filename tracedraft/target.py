@@ -20,6 +20,7 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Target
 from tracedraft.models import architectures, weights
 from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache, causal_mask, rope_table
+from tracedraft.models.graphs import StaticPasses
 from tracedraft.models.packing import pack
 from tracedraft.types import TargetPass, TargetShape, Tree
 
@@ -51,12 +52,15 @@ class LlamaTarget(Target):
         self.model, self.taps, self.eos_ids, self.context = model, taps, eos_ids, context
         self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
         self.device = model.norm.weight.device
+        self.static = StaticPasses(model, taps) if self.device.type == "cuda" else None
         self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps), taps, model.config.layers)
 
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         self.cache = None  # the last response's, before there are two
-        self.cache = self.model.cache(1, capacity)
-        self.rope = self.model.rope(capacity)
+        if self.static is not None:
+            self.cache, self.rope = self.static.begin(capacity)
+        else:
+            self.cache, self.rope = self.model.cache(1, capacity), self.model.rope(capacity)
         self.width, self.chunk, self.length = width, chunk, 0
 
     @torch.inference_mode()
@@ -73,6 +77,8 @@ class LlamaTarget(Target):
     @torch.inference_mode()
     def verify(self, tokens: Tensor, tree: Tree | None = None) -> TargetPass:
         assert self.cache is not None
+        if self.static is not None:
+            return self.static.of(self.width, tree is not None)(tokens, self.length, tree)
         hidden, taps = self._pass(tokens, self.width, self.cache, tree)
         return TargetPass(taps=taps, hidden=hidden, logits=self.logits(hidden))
 
@@ -88,7 +94,8 @@ class LlamaTarget(Target):
 
     def rows(self, n: int) -> Tensor:
         assert self.cache is not None
-        return self.cache.rows[..., :n, :]
+        rows = self.cache.rows[..., :n, :]
+        return rows if self.static is None else rows.clone()  # whose caches are used again
 
     @torch.inference_mode()
     def resume(self, rows: Tensor) -> None:
@@ -123,7 +130,7 @@ class LlamaTarget(Target):
         at, mask = (rope.cos, rope.sin), causal_mask(0, size, size, c.heads // c.kv_heads, x)
         for layer in self.model.layers:
             cache = KVCache(1, 1, c.kv_heads, size, c.head_dim, x)
-            x = exactly(layer)(x, at, cache.keys[0], cache.values[0], 0, mask)
+            x = exactly(layer)(x, at, cache.keys[0], cache.values[0], slice(0, size), mask)
         return exactly(self.model.lm_head)(exactly(self.model.norm)(x)[0, -1:])[0]
 
     def _pass(self, tokens: Tensor, width: int, cache: KVCache, tree: Tree | None = None) -> tuple[Tensor, Tensor]:

@@ -97,12 +97,14 @@ class Verdict:
     """Outcome of one verification: the A accepted tokens and then the target's own next token.
 
     Attributes:
+        ids: [A+1] int64 the same as ``tokens``, where the pass ran.
         tested: depths at which drafted tokens were tested: A, and one more if any followed the last accepted one.
         rows: [A+1] int64 rows of the pass that stand: the last committed token's, then the accepted ones'.
     """
 
     accepted: int
     tokens: list[int]
+    ids: Tensor
     tested: int
     rows: Tensor
 

@@ -171,15 +171,16 @@ def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: 
         position: absolute position of the first drafted token.
     """
     chosen = choose(logits, sampling, position)
-    accepted = int((chosen[:-1] == drafted).cumprod(dim=0).sum())
-    return chain_verdict(chosen[: accepted + 1].tolist(), drafted)
+    accepted = (chosen[:-1] == drafted).cumprod(dim=0).sum(dim=0, keepdim=True)
+    *tokens, count = torch.cat((chosen, accepted)).tolist()  # the one read of a round: it waits for the device
+    return chain_verdict(tokens[: count + 1], chosen[: count + 1], drafted)
 
 
-def chain_verdict(tokens: list[int], drafted: Tensor) -> Verdict:
-    """That all of ``tokens`` but the last were accepted, of the chain ``drafted`` [K]."""
+def chain_verdict(tokens: list[int], ids: Tensor, drafted: Tensor) -> Verdict:
+    """That all of ``tokens``, on the device ``ids``, but the last were accepted, of the chain ``drafted`` [K]."""
     accepted = len(tokens) - 1
     rows = torch.arange(len(tokens), device=drafted.device)
-    return Verdict(accepted, tokens, tested=min(accepted + 1, len(drafted)), rows=rows)
+    return Verdict(accepted, tokens, ids, tested=min(accepted + 1, len(drafted)), rows=rows)
 
 
 def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling, position: int) -> Verdict:
@@ -195,7 +196,11 @@ def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling,
     chosen = choose(logits, sampling, position, tree.depths)
     said = chosen[tree.parents[1:]] == drafted
     right = torch.cat((said.new_ones(1), said))
-    rows = (right | ~tree.ancestors).all(dim=1).nonzero()[:, 0]
-    followed = (tree.parents[1:] == rows[-1]).any()
-    *tokens, more = torch.cat((chosen[rows], followed[None])).tolist()
-    return Verdict(len(rows) - 1, tokens, tested=len(rows) - 1 + more, rows=rows)
+    stands = (right | ~tree.ancestors).all(dim=1)
+    # the rows that stand, ascending, then the others: as many on every path, so that only their number is read
+    rows = stands.logical_not().byte().sort(stable=True).indices
+    count = stands.sum(dim=0, keepdim=True)
+    followed = (tree.parents[1:] == rows.gather(0, count - 1)).any(dim=0, keepdim=True)
+    chosen = chosen[rows]
+    *tokens, size, more = torch.cat((chosen, count, followed)).tolist()
+    return Verdict(size - 1, tokens[:size], chosen[:size], tested=size - 1 + more, rows=rows[:size])

@@ -114,8 +114,9 @@ class Eagle3Draft(Draft):
         """
         layer = self.model.midlayer
         stop = start + len(tokens)
+        rows = slice(start, stop)
         if beams is None:
-            rope = self.rope.cos[start:stop], self.rope.sin[start:stop]
+            rope = self.rope.cos[rows], self.rope.sin[rows]
             mask = causal_mask(start, len(tokens), stop, self.groups, features)
         else:
             position, sees = beams
@@ -123,7 +124,7 @@ class Eagle3Draft(Draft):
             mask = tree_mask(self.length, sees, stop, self.groups, features)
         keys, values = self.cache.keys[0][:, :, :stop], self.cache.values[0][:, :, :stop]
         inputs = layer.attention_input(self.embedding[tokens], features)
-        attended = layer.self_attn(inputs[None], rope, keys, values, start, mask)
+        attended = layer.self_attn(inputs[None], rope, keys, values, rows, mask)
         return layer.finish(features, attended[0])
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Rows = slice | Tensor  # of a cache that T tokens of a pass take: one after the other, or int64 [T] on the device
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -130,20 +132,26 @@ class KVCache:
         return 2 * layers * kv_heads * head_dim * itemsize
 
 
-def causal_mask(start: int, width: int, capacity: int, groups: int, like: Tensor) -> Tensor:
+def consecutive(start: int | Tensor, count: int) -> Rows:
+    """``count`` rows from ``start`` on."""
+    if isinstance(start, Tensor):
+        return start + torch.arange(count, device=start.device)
+    return slice(start, start + count)
+
+
+def causal_mask(start: int | Tensor, width: int, capacity: int, groups: int, like: Tensor) -> Tensor:
     """Additive mask [G*width, S]: token t of the pass sees cache rows 0 … start + t."""
-    rows = torch.arange(start, start + width, device=like.device)
+    rows = start + torch.arange(width, device=like.device)
     hidden = torch.arange(capacity, device=like.device) > rows[:, None]
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
 
 
-def tree_mask(start: int, sees: Tensor, capacity: int, groups: int, like: Tensor) -> Tensor:
+def tree_mask(start: int | Tensor, sees: Tensor, capacity: int, groups: int, like: Tensor) -> Tensor:
     """Additive mask [G*T, S]: every token of the pass sees cache rows before ``start``, and of the m rows from there
     those that ``sees`` [T, m] says."""
     width, rows = sees.shape
-    hidden = sees.new_ones(width, capacity)
-    hidden[:, :start] = False
-    hidden[:, start : start + rows] = ~sees
+    hidden = (torch.arange(capacity, device=sees.device) >= start).repeat(width, 1)
+    hidden.index_copy_(1, start + torch.arange(rows, device=sees.device), ~sees)
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
 
 
@@ -209,12 +217,15 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(batch, width, -1))
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, start: int, mask: Tensor
+        self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, rows: Rows, mask: Tensor
     ) -> Tensor:
-        """Write the pass into cache rows start … start+T and attend over the whole (masked) cache."""
+        """Write the pass into its cache rows and attend over the whole (masked) cache."""
         q, k, v = self.project(x, rope)
-        keys[:, :, start : start + k.shape[2]] = k
-        values[:, :, start : start + v.shape[2]] = v
+        for cached, new in ((keys, k), (values, v)):
+            if isinstance(rows, slice):
+                cached[:, :, rows] = new
+            else:
+                cached.index_copy_(2, rows, new)
         return self.attend(q, keys, values, mask)
 
 
@@ -264,7 +275,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        start: int,
+        start: int | Tensor,
         cache: KVCache,
         rope: Rope,
         taps: tuple[int, ...],
@@ -273,6 +284,8 @@ class Decoder(nn.Module):
         """Run tokens [B, T] at positions start … start+T-1, writing their cache rows.
 
         Args:
+            start: int64 [1] on the device for a pass that can be captured and replayed (see ``graphs``); on a CPU
+                an int is faster.
             tree: how far after start the position of each token is [T], and which tokens of the pass it sees
                 [T, T]; None: a chain.
 
@@ -282,8 +295,9 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         width = tokens.shape[1]
         groups = self.config.heads // self.config.kv_heads
+        rows = consecutive(start, width)
         if tree is None:
-            at = rope.cos[start : start + width], rope.sin[start : start + width]
+            at = rope.cos[rows], rope.sin[rows]
             mask = causal_mask(start, width, cache.capacity, groups, x)
         else:
             depths, sees = tree
@@ -293,5 +307,5 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x)
-            x = layer(x, at, cache.keys[i], cache.values[i], start, mask)
+            x = layer(x, at, cache.keys[i], cache.values[i], rows, mask)
         return self.norm(x), torch.cat(tapped, dim=-1) if tapped else x[..., :0]

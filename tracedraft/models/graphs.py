@@ -1,0 +1,128 @@
+"""The target's verification passes as CUDA graphs: a pass of constant shape is captured once and replayed.
+
+A pass launches a dozen kernels a layer. In eager mode the host takes longer to launch them than a fast card to run
+them; a replay launches all at once. What is captured can't depend on a number that Python holds, so tokens, start and
+tree lie in buffers that each call fills.
+
+This has never run on a GPU: it was written where there was none. What tests show on a CPU is that a pass over
+buffers gives the same bits as the usual one, and that its recorded operators, replayed over other contents, do too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracedraft.models.decoder import Decoder, KVCache, Rope
+from tracedraft.types import TargetPass, Tree
+
+WARM_UPS = 3  # before a capture, in which libraries may still allocate and choose their kernels
+KEPT = 4  # capacities that keep their cache and graphs; the one used longest ago makes room
+
+
+class StaticPass:
+    """A verification of up to ``width`` tokens over one cache.
+
+    Args:
+        branching: over a tree; else over a chain.
+        captured: as a CUDA graph; else operator by operator.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        rope: Rope,
+        taps: tuple[int, ...],
+        width: int,
+        branching: bool,
+        captured: bool,
+    ):
+        device = rope.cos.device
+        self.model, self.cache, self.rope, self.taps = model, cache, rope, taps
+        self.tokens = torch.zeros(1, width, dtype=torch.long, device=device)
+        self.start = torch.zeros(1, dtype=torch.long, device=device)
+        self.tree = None
+        if branching:
+            depths = torch.zeros(width, dtype=torch.long, device=device)
+            self.tree = depths, torch.zeros(width, width, dtype=torch.bool, device=device)
+        self._pass = Captured(self.operators) if captured else self.operators
+
+    def operators(self) -> tuple[Tensor, Tensor, Tensor]:
+        """taps [width, taps*H], hidden [width, H] and logits [width, V] of what the buffers hold."""
+        hidden, taps = self.model(self.tokens, self.start, self.cache, self.rope, self.taps, self.tree)
+        return taps[0], hidden[0], self.model.lm_head(hidden[0])
+
+    def __call__(self, tokens: Tensor, start: int, tree: Tree | None) -> TargetPass:
+        """Of T tokens after ``start`` committed ones."""
+        size = len(tokens)
+        self.tokens.zero_()
+        self.tokens[0, :size] = tokens
+        self.start.fill_(start)
+        if self.tree is not None:
+            assert tree is not None
+            depths, sees = self.tree
+            depths.zero_()
+            depths[:size] = tree.depths
+            sees.zero_()
+            sees[:size, :size] = tree.ancestors
+        # learners keep what a pass yields, and the next replay writes over it
+        return TargetPass(*(part[:size].clone() for part in self._pass()))
+
+
+class Captured:
+    """Work on constant buffers, captured when first asked for and replayed from then on."""
+
+    def __init__(self, work: Callable[[], tuple[Tensor, ...]]):
+        self._work = work
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._out: tuple[Tensor, ...] = ()
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        if self._graph is None:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):  # it writes the same cache rows each time
+                    self._work()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._out = self._work()
+        self._graph.replay()
+        return self._out
+
+
+class StaticPasses:
+    """Caches that outlive a response, by capacity, each with the passes over it: a graph is bound to its memory."""
+
+    def __init__(self, model: Decoder, taps: tuple[int, ...], captured: bool = True):
+        self._model, self._taps, self._captured = model, taps, captured
+        self._kept: OrderedDict[int, tuple[KVCache, Rope, dict[tuple[int, bool], StaticPass]]] = OrderedDict()
+
+    def begin(self, capacity: int) -> tuple[KVCache, Rope]:
+        """A zeroed cache of ``capacity`` rows, and its rotations."""
+        if capacity not in self._kept:
+            while len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            try:
+                cache = self._model.cache(1, capacity)
+            except torch.OutOfMemoryError:  # one was found to fit; several need not
+                self._kept.clear()
+                cache = self._model.cache(1, capacity)
+            self._kept[capacity] = cache, self._model.rope(capacity), {}
+        self._kept.move_to_end(capacity)
+        cache, rope, _ = self._kept[capacity]
+        cache.rows.zero_()
+        return cache, rope
+
+    def of(self, width: int, branching: bool) -> StaticPass:
+        """The pass over the cache that was begun last."""
+        cache, rope, passes = next(reversed(self._kept.values()))
+        if (width, branching) not in passes:
+            made = StaticPass(self._model, cache, rope, self._taps, width, branching, self._captured)
+            passes[width, branching] = made
+        return passes[width, branching]
