@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from tracedraft.auto import Plan
 from tracedraft.benchmark.command import benchmark, interleave
 from tracedraft.benchmark.numbers import Question
 from tracedraft.benchmark.table import text
@@ -36,7 +37,7 @@ def composed(*overrides: str, workloads: tuple[str, ...] = TWO) -> DictConfig:
     often = () if set(NO_LEARNERS) <= set(overrides) else OFTEN
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        return compose("bench", [*SMALL, *SHORT, *often, *workloads, *overrides])
+        return compose("bench", ["~decode@decodes.auto", *SMALL, *SHORT, *often, *workloads, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
         *OFTEN,
         *TWO,
         *others,
+        "~decode@decodes.auto",
     )
     command = [sys.executable, "-m", "tracedraft.bench", *arguments, f"out={folder}/deep/kept.json"]
     command += [f"paths.cache={folder}/cache", f"paths.runs={folder}/runs"]
@@ -246,6 +248,15 @@ def test_a_mode_may_stand_twice_with_shapes_of_its_own(tmp_path):
     assert result["workloads"]["a"] == result["workloads"]["all"]
     assert {name: spec["chain_length"] for name, spec in result["specs"]["decodes"].items()} == {"chain": 5, "one": 1}
     assert "| ratio of speed | median [quartiles] |" in text(result)
+
+
+def test_a_mode_that_goes_by_a_plan_leaves_it(tmp_path):
+    less = (*NO_LEARNERS, "~decode@decodes.tree", "aims.tree_over_plain=null", "~workload@workloads.b")
+    cfg = composed("target=tiny", "repetitions=1", "+decode@decodes.auto=auto", f"paths.cache={tmp_path}", *less)
+    result, _ = benchmark(cfg, tmp_path)
+    assert list(result["workloads"]["a"]["arms"]) == ["plain", "chain", "auto"]
+    assert result["specs"]["decodes"]["auto"]["plan"] is None
+    assert Plan.read(result["plans"]["auto"]).width in (8, 16)
 
 
 def test_prompts_that_no_source_has_are_left_out_or_stood_in_for(tmp_path, capsys, monkeypatch):
