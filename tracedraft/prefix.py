@@ -38,7 +38,7 @@ class Prefix:
         known = max(common - 1, 0) // chunk * chunk
         for model, rows in zip(models, self.rows, strict=False):
             model.resume(rows[..., :known, :])
-        self.rows, self.outputs = [], [kept[:known] for kept in self.outputs]
+        self.tokens, self.rows, self.outputs = [], [], [kept[:known] for kept in self.outputs]
         return known
 
     def keep(
