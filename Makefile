@@ -27,7 +27,7 @@ $(READY): requirements.txt pyproject.toml
 demo: $(READY) ## the main job, short: three adapters on the embedded model
 	$(BIN)/python -m tracedraft.run -m experiment=demo
 
-bench: $(READY) ## speed beside transformers, of each decode mode, and what learning costs (8 minutes on two cores)
+bench: $(READY) ## speed beside transformers, of each decode mode, and what learning costs (10 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench
 
 bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random weights; without a GPU a dry run

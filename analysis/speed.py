@@ -63,7 +63,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     _bars(left, speed)
     _stacks(right, list(speed), shares(result))
     left.invert_yaxis()
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "fontsize": "small", "frameon": False}
+    under_labels = -0.5 / (0.42 * len(speed))  # half an inch below axes of about this height
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, under_labels), "fontsize": "small", "frameon": False}
     for axes in (left, right):
         axes.legend(ncols=5, columnspacing=1, handlelength=1, **below)
     figure.savefig(file, dpi=150)

@@ -15,7 +15,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from tracedraft.auto import Plan
 from tracedraft.benchmark.command import benchmark, interleave
 from tracedraft.benchmark.numbers import Question
 from tracedraft.benchmark.table import text
@@ -23,13 +22,14 @@ from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
 from tracedraft.types import Response
 
-SMALL = ("draft=tiny", "threads=1", "repetitions=2", "workload.limit=2")
+SMALL = ("draft=tiny", "threads=1", "repetitions=2", "workload.limit=1")
 SHIPPED = ("+workload@workloads.a=sample_chat", "+workload@workloads.b=sample_math")
 BENCHMARKS = ("mtbench", "gsm8k", "humaneval", "longwrite")
 TWO = (*SHIPPED, *(f"~workload@workloads.{name}" for name in BENCHMARKS))
 SHORT = ("decode.max_new_tokens=24", "decode.prefill_chunk=16", "decode.cache_bucket=64")
 OFTEN = ("adapters.reset.every=2",)
-ARMS = ["plain", "chain", "tree", "chain_reset", "chain_persistent", "tree_reset", "tree_persistent"]
+MODES = ["chain", "tree", "auto"]
+ARMS = ["plain", *MODES, *(f"{mode}_{learner}" for mode in MODES for learner in ("reset", "persistent"))]
 NO_LEARNERS = ("~adapter@adapters.reset", "~adapter@adapters.persistent")
 
 
@@ -37,7 +37,13 @@ def composed(*overrides: str, workloads: tuple[str, ...] = TWO) -> DictConfig:
     often = () if set(NO_LEARNERS) <= set(overrides) else OFTEN
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        return compose("bench", ["~decode@decodes.auto", *SMALL, *SHORT, *often, *workloads, *overrides])
+        return compose("bench", [*SMALL, *SHORT, *often, *workloads, *overrides])
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    """One for all, so that a plan is measured once."""
+    monkeypatch.setenv("TRACEDRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,6 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
         *OFTEN,
         *TWO,
         *others,
-        "~decode@decodes.auto",
     )
     command = [sys.executable, "-m", "tracedraft.bench", *arguments, f"out={folder}/deep/kept.json"]
     command += [f"paths.cache={folder}/cache", f"paths.runs={folder}/runs"]
@@ -80,7 +85,7 @@ def measured(llama, tmp_path_factory) -> tuple[dict, str]:
 def test_a_learner_that_keeps_what_it_learns_meets_each_repetition_anew(measured):
     """The same answers to the same prompts: counts cannot differ unless something was remembered."""
     result, _ = measured
-    for mode in ("chain", "tree"):
+    for mode in MODES:
         for name in ("a", "b"):
             rows = result["workloads"][name]["arms"][f"{mode}_persistent"]["repetitions"]
             assert len(rows) == 2
@@ -122,7 +127,7 @@ def test_arms_take_turns_so_that_each_is_as_often_early_as_late():
 
 def test_the_command_times_every_arm_on_the_same_prompts(measured):
     kept, _ = measured
-    assert {name: len(ids) for name, ids in kept["prompts"].items()} == {"a": 2, "b": 2}
+    assert {name: len(ids) for name, ids in kept["prompts"].items()} == {"a": 1, "b": 1}
     assert list(kept["workloads"]) == ["a", "b", "all"]
     for found in kept["workloads"].values():
         assert list(found["arms"]) == ["generate", "naive", "babbling", *ARMS]
@@ -134,6 +139,8 @@ def test_the_command_times_every_arm_on_the_same_prompts(measured):
             "tree_over_naive": ("tree", "naive"),
             "chain_over_plain": ("chain", "plain"),
             "tree_over_chain": ("tree", "chain"),
+            "auto_over_chain": ("auto", "chain"),
+            "auto_over_tree": ("auto", "tree"),
             "chain_reset_over_chain": ("chain_reset", "chain"),
             "tree_persistent_over_tree": ("tree_persistent", "tree"),
         }.items():
@@ -158,13 +165,14 @@ def test_engines_that_say_the_same_never_part_and_others_are_found_out(measured)
         *(f"plain_over_{name}" for name in ("generate", "naive", "babbling")),
         "chain_over_plain",
         "tree_over_plain",
+        "auto_over_plain",
     ]
     for name, found in kept["parted"].items():
-        alike = {"prompts": 4, "parted": 0, "near_ties": 0, "first": []}
+        alike = {"prompts": 2, "parted": 0, "near_ties": 0, "first": []}
         assert name == "plain_over_babbling" or {**found, "arms": None} == {**alike, "arms": None}
     babbled = kept["parted"]["plain_over_babbling"]
-    assert (babbled["parted"], babbled["near_ties"]) == (4, 0)
-    assert "babbling and plain chose other tokens from some place on in 4 of 4 answers, 0 of them at a" in printed
+    assert (babbled["parted"], babbled["near_ties"]) == (2, 0)
+    assert "babbling and plain chose other tokens from some place on in 2 of 2 answers, 0 of them at a" in printed
 
 
 def test_the_share_of_learning_is_that_of_its_phases(measured):
@@ -200,6 +208,7 @@ def test_the_table_holds_what_was_kept(measured):
     assert kept["provenance"]["load_average"] >= 0
     assert kept["provenance"]["fingerprint"]
     assert list(kept["provenance"]["data"]) == ["a", "b"]
+    assert kept["provenance"]["plans"]["auto"]["width"] in kept["specs"]["decodes"]["auto"]["widths"]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +243,19 @@ def test_an_engine_that_fails_is_a_reason_and_the_others_go_on(llama, tmp_path, 
     cfg = composed("target=llama", f"target.path={llama}", f"paths.cache={tmp_path}", "repetitions=1", *NO_LEARNERS)
     result, _ = benchmark(cfg, tmp_path)
     assert result["null_reasons"] == {"generate": "ValueError: no such thing"}
-    assert list(result["workloads"]["a"]["arms"]) == ["plain", "chain", "tree"]
+    assert list(result["workloads"]["a"]["arms"]) == ["plain", *MODES]
 
 
 def test_a_mode_may_stand_twice_with_shapes_of_its_own(tmp_path):
     """And learners may be left out: only speculation is timed then."""
     more = ("+decode@decodes.one=chain", "decodes.one.chain_length=1", "repetitions=1")
-    less = (*NO_LEARNERS, "~decode@decodes.tree", "aims.tree_over_plain=null", "~workload@workloads.b")
+    less = (
+        *NO_LEARNERS,
+        "~decode@decodes.tree",
+        "~decode@decodes.auto",
+        "aims.tree_over_plain=null",
+        "~workload@workloads.b",
+    )
     cfg = composed("target=tiny", *more, *less)
     result, _ = benchmark(cfg, tmp_path)
     assert list(result["workloads"]) == ["a", "all"]
@@ -250,20 +265,11 @@ def test_a_mode_may_stand_twice_with_shapes_of_its_own(tmp_path):
     assert "| ratio of speed | median [quartiles] |" in text(result)
 
 
-def test_a_mode_that_goes_by_a_plan_leaves_it(tmp_path):
-    less = (*NO_LEARNERS, "~decode@decodes.tree", "aims.tree_over_plain=null", "~workload@workloads.b")
-    cfg = composed("target=tiny", "repetitions=1", "+decode@decodes.auto=auto", f"paths.cache={tmp_path}", *less)
-    result, _ = benchmark(cfg, tmp_path)
-    assert list(result["workloads"]["a"]["arms"]) == ["plain", "chain", "auto"]
-    assert result["specs"]["decodes"]["auto"]["plan"] is None
-    assert Plan.read(result["plans"]["auto"]).width in (8, 16)
-
-
 def test_prompts_that_no_source_has_are_left_out_or_stood_in_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     cfg = composed("target=tiny", "repetitions=1", *NO_LEARNERS, "paths.data=null", workloads=())
     result, _ = benchmark(cfg, tmp_path)
-    assert {name: len(ids) for name, ids in result["prompts"].items()} == {"sample_chat": 2}
+    assert {name: len(ids) for name, ids in result["prompts"].items()} == {"sample_chat": 1}
     says = "no source has the prompts of mtbench, gsm8k, humaneval, longwrite (see paths.data): sample_chat it is"
     assert says in capsys.readouterr().err
     (tmp_path / "mtbench.jsonl").write_text('{"id": "mt/1", "turns": ["Who?", "Why?"]}\n')

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import CPU, chain, tiny, tree
+from conftest import CPU, auto, chain, tiny, tree
 from decode_cases import FIXED, adapter_spec, lens, respond_with
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,6 +110,11 @@ def test_a_greedy_round_waits_once(shape, adapter):
     """Learners keep evidence without looking at it; they read when they update."""
     rounds = counted(shape, adapter_spec(adapter, every=1000) if adapter != "fixed" else FIXED)
     assert {tuple(reads.items()) for reads in rounds} == {(("tolist", 1),)}
+
+
+def test_a_round_that_asks_the_draft_how_sure_it_is_waits_once_more_a_level():
+    assert {reads.total() for reads in counted(auto, confident=False)} == {1}
+    assert {reads.total() for reads in counted(auto, confident=True)} <= set(range(2, 2 + auto().most_levels))
 
 
 @pytest.mark.parametrize("shape", [chain, tree])

@@ -77,9 +77,10 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     served = loaded(specs["target"])
     bench = Bench(served, next(iter(specs["decodes"].values())), cfg.seed, Meter(served.target.device))
     asked = {name: questions(bench, some) for name, some in conversations.items()}
-    everyone = [conversation for some in conversations.values() for conversation in some]
-    decodes = with_plans(bench, specs)
-    arms, restart, weights = own_arms(bench, {**specs, "decodes": decodes}, everyone)
+    fixed, weights = specs["draft"].build(served.target)
+    decodes, plans = with_plans(bench, specs["decodes"], fixed, weights["sha256"])
+    every = [conversation for some in conversations.values() for conversation in some]
+    arms, restart = own_arms(bench, {**specs, "decodes": decodes}, fixed, every)
     others, reasons = engine_arms(engines, bench, specs["draft"], next(iter(asked.values()))[0])
     done = interleave({**others, **arms}, asked, cfg.repetitions, bench.decode.max_new_tokens, restart)
     found = by_workload(done, compared)
@@ -98,10 +99,9 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
         "workloads": found,
         "aims": {name: verdict(aim, name, found, bench.decode.temperature) for name, aim in aims.items()},
         "parted": {name: made and {"arms": compared[name], **made} for name, made in judged.items()},
-        "plans": {mode: decode.plan for mode, decode in decodes.items() if isinstance(decode, AutoSpec)},
         "null_reasons": {**missing, **reasons},
         "specs": plain(specs),
-        "provenance": {**machine, "fingerprint": identity, "data": data, "draft_weights": weights},
+        "provenance": {**machine, "fingerprint": identity, "data": data, "draft_weights": weights, "plans": plans},
     }
     file = Path(cfg.out) if cfg.out else folder / RESULT
     content = json.dumps(result, indent=1) + "\n"
@@ -191,26 +191,25 @@ def questions(bench: Bench, conversations: list[Conversation]) -> list[Question]
     return asked
 
 
-def with_plans(bench: Bench, specs: dict[str, Any]) -> dict[str, DecodeSpec]:
-    """The decode modes; those that go by a plan, with it."""
-    draft, weights = specs["draft"].build(bench.served.target)
-    return {
-        mode: planned(decode, bench.served, draft, weights["sha256"], bench.meter)
-        if isinstance(decode, AutoSpec)
-        else decode
-        for mode, decode in specs["decodes"].items()
+def with_plans(
+    bench: Bench, decodes: dict[str, DecodeSpec], draft: Draft, weights: str | None
+) -> tuple[dict[str, DecodeSpec], dict[str, Any]]:
+    """The modes with what those that choose their shapes go by, and that for the record."""
+    made = {
+        name: planned(decode, bench.served, draft, weights, bench.meter) if isinstance(decode, AutoSpec) else decode
+        for name, decode in decodes.items()
     }
+    return made, {name: decode.plan for name, decode in made.items() if isinstance(decode, AutoSpec)}
 
 
 def own_arms(
-    bench: Bench, specs: dict[str, Any], conversations: list[Conversation]
-) -> tuple[dict[str, Answer], Callable[[], None], dict[str, Any]]:
+    bench: Bench, specs: dict[str, Any], fixed: Draft, conversations: list[Conversation]
+) -> tuple[dict[str, Answer], Callable[[], None]]:
     """Decoding without a draft; each mode with a draft that never changes, and with each learner on one of its own.
 
     Returns:
-        the arms; what makes all learners forget; where the draft's weights come from.
+        the arms, and what makes all learners forget.
     """
-    fixed, weights = specs["draft"].build(bench.served.target)
     arms: dict[str, Answer] = {PLAIN: plainly(bench)}
     drafts, learners = [fixed], []
     for mode, decode in specs["decodes"].items():
@@ -231,7 +230,7 @@ def own_arms(
             if state:
                 own.load_state(state)
 
-    return arms, restart, weights
+    return arms, restart
 
 
 def plainly(bench: Bench) -> Answer:
