@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 import tracedraft.cli  # noqa: F401 - what entry points register is what users compose with
 from tracedraft.config import build_spec, fingerprint, plain, shipped_dir
 from tracedraft.errors import UserError
-from tracedraft.measure import GROUPS
+from tracedraft.identity import GROUPS
 
 CONF = shipped_dir("conf")
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]

@@ -169,6 +169,10 @@ class Eagle3Spec(Reading, DraftSpec):
             "./NAME lies here); python -m tracedraft.train makes one"
         )
 
+    def provenance(self) -> dict[str, str | None]:
+        digest = weights.sha256_of(weights.content_files(self.folder()), Path(self.cache))
+        return {"origin": str(self.path), "sha256": digest, "revision": self.revision}
+
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         """A fresh draft and its provenance."""
         self.check(target.shape)
@@ -177,7 +181,6 @@ class Eagle3Spec(Reading, DraftSpec):
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         model = eagle3.load(folder, dtype, like.device, self)
         pack(model, keep=TRAINED)
-        digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
         embedding, whose = like.to(dtype), "the target's"
         if model.embed_tokens is not None:
             own = model.embed_tokens.weight.data
@@ -185,8 +188,7 @@ class Eagle3Spec(Reading, DraftSpec):
                 embedding, whose = own, "its own"
                 _say(f"draft {self.path}: its token embeddings differ from the target's, and are used")
             model.embed_tokens = None  # the target's are not kept twice
-        origin = {"origin": str(self.path), "sha256": digest, "revision": self.revision, "embedding": whose}
-        return Eagle3Draft(model, embedding), origin
+        return Eagle3Draft(model, embedding), {**self.provenance(), "embedding": whose}
 
 
 @cache
@@ -224,12 +226,15 @@ class LogitLensSpec(DraftSpec):
         if not 1 <= self.draft_vocab_size <= shape.vocab_size:
             raise UserError(f"draft.draft_vocab_size={self.draft_vocab_size}: expected 1 to {shape.vocab_size}")
 
+    def provenance(self) -> dict[str, str | None]:
+        return {"origin": "untrained", "sha256": None}
+
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         self.check(target.shape)
         embedding = target.model.embed_tokens.weight
         model = lens(target, self.draft_vocab_size, self.seed).to(embedding)
         pack(model, keep=TRAINED)
-        return Eagle3Draft(model, embedding), {"origin": "untrained", "sha256": None}
+        return Eagle3Draft(model, embedding), self.provenance()
 
 
 def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3:
