@@ -20,6 +20,8 @@ USAGE = """usage: tracedraft COMMAND [overrides]
 
   run         measure a learner: tracedraft run workload=sample_chat adapter=persistent
               over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
+  status      where the runs of a sweep stand, at any time: tracedraft status SWEEP_FOLDER
+  logs        what one of them said: tracedraft logs SWEEP_FOLDER RUN
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
@@ -40,6 +42,8 @@ def main() -> None:
     """The console script."""
     commands = {
         "run": run,
+        "status": status,
+        "logs": logs,
         "train": train,
         "eval-draft": eval_draft,
         "export": export,
@@ -75,6 +79,8 @@ def run(cfg: DictConfig) -> float | None:
     swept = context.mode == RunMode.MULTIRUN
     folder = Path(context.runtime.output_dir)
     try:
+        if cfg.launcher.dry_run:
+            raise UserError("launcher.dry_run=True: only the pool of a sweep can say what it would run: add -m")
         summary = measure(cfg, folder, Path(context.sweep.dir).name if swept else None)
     except UserError as error:
         if not swept:
@@ -86,6 +92,31 @@ def run(cfg: DictConfig) -> float | None:
         show(result_table([row(summary)]))
         print(f"record: {folder}")
     return summary["speedup"]
+
+
+def status() -> None:
+    """Where the runs of a sweep stand."""
+    from tracedraft.launch.status import status as show_status
+
+    (folder,) = _arguments("status SWEEP_FOLDER", 1)
+    _plainly(lambda: show_status(Path(folder)))
+
+
+def logs() -> None:
+    """What a run of a sweep said."""
+    from tracedraft.launch.status import logs as show_log
+
+    folder, run = _arguments("logs SWEEP_FOLDER RUN", 2)
+    _plainly(lambda: show_log(Path(folder), run))
+
+
+def _arguments(usage: str, count: int) -> list[str]:
+    given = sys.argv[1:]
+    if len(given) != count or given[0].startswith("-"):
+        helped = given[:1] in (["-h"], ["--help"])
+        print(f"usage: tracedraft {usage}", file=sys.stdout if helped else sys.stderr)
+        raise SystemExit(0 if helped else 2)
+    return given
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="train")

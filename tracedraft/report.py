@@ -188,7 +188,9 @@ def settings_of(run: Path) -> dict[str, Any]:
         return {}
     config = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
     assert isinstance(config, dict)
-    return flat({key: value for key, value in config.items() if key not in ("paths", "wandb", "launcher", "hydra")}, "")
+    return flat(
+        {key: value for key, value in config.items() if key not in ("paths", "wandb", "launcher", "hydra")}, ""
+    )
 
 
 def varied(rows: list[dict[str, Any]]) -> list[str]:

@@ -215,7 +215,9 @@ class Board:
             if state.state == "running":
                 self.tails.setdefault(state.run, Tail(self.folder / state.run)).read()
         left = duration(remaining(self.states.values(), self.pace, self.workers, now))
-        head = Text(f"{counts(self.states.values())}; about {left} left" if left != "—" else counts(self.states.values()))
+        head = Text(
+            f"{counts(self.states.values())}; about {left} left" if left != "—" else counts(self.states.values())
+        )
         shown = [state for state in self.states.values() if not (state.state == "done" and state.reused)]
         self._live.update(Group(head, table(shown, self.tails, now, LISTED)), refresh=True)
         self._due = time.monotonic() + 1.0

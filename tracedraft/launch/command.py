@@ -81,7 +81,9 @@ def _asked(
     devices = [str(run.config["target"]["device"]) for run in runs if not run.bad]
     for device in devices:
         if device.startswith("cuda:"):
-            raise UserError(f"target.device={device}: which GPU a run of a sweep gets is the pool's choice: give cuda")
+            raise UserError(
+                f"target.device={device}: which GPU a run of a sweep gets is the pool's choice: give cuda"
+            )
     machines = connect(spec)
     timed = any(run.config["measure"] == "time" for run in runs if not run.bad)
     threads = max(node.cpus for node in machines) if spec.address else ALL_THREADS
@@ -172,7 +174,9 @@ def _note_known(sweep: Sweep, board: Board, plan: plans.Plan, todo: Sequence[pla
 def _report(plan: plans.Plan, sweep: Sweep, folder: Path, whole: bool) -> list[JobReturn]:
     """The table, one line of counts, and what Hydra wants to know."""
     states = sweep.states
-    places = {run.name: plan.done[run.name].folder if run.name in plan.done else folder / run.name for run in plan.runs}
+    places = {
+        run.name: plan.done[run.name].folder if run.name in plan.done else folder / run.name for run in plan.runs
+    }
     done = [places[run.name] for run in plan.runs if states[run.name].state == "done"]
     failed = [(run.name, states[run.name].reason) for run in plan.runs if states[run.name].state == "failed"]
     left = [run.name for run in plan.runs if states[run.name].state in ("queued", "running", "elsewhere")]
@@ -184,7 +188,9 @@ def _report(plan: plans.Plan, sweep: Sweep, folder: Path, whole: bool) -> list[J
             "the same command again tries them again"
         )
     if not whole:
-        print(f"interrupted with {len(left)} of {len(plan.runs)} runs left: the same command goes on", file=sys.stderr)
+        print(
+            f"interrupted with {len(left)} of {len(plan.runs)} runs left: the same command goes on", file=sys.stderr
+        )
         raise SystemExit(130)
     values = {
         name: sweep.returned[name] if name in sweep.returned else records.read_summary(places[name]).get("speedup")
