@@ -214,10 +214,8 @@ class Board:
         for state in self.states.values():
             if state.state == "running":
                 self.tails.setdefault(state.run, Tail(self.folder / state.run)).read()
-        left = duration(remaining(self.states.values(), self.pace, self.workers, now))
-        head = Text(
-            f"{counts(self.states.values())}; about {left} left" if left != "—" else counts(self.states.values())
-        )
+        left = remaining(self.states.values(), self.pace, self.workers, now)
+        head = Text(counts(self.states.values()) + ("" if left is None else f"; about {duration(left)} left"))
         shown = [state for state in self.states.values() if not (state.state == "done" and state.reused)]
         self._live.update(Group(head, table(shown, self.tails, now, LISTED)), refresh=True)
         self._due = time.monotonic() + 1.0
@@ -235,6 +233,8 @@ def _line(state: State, event: str) -> str | None:
         return f"{state.run}: will be tried again: {state.reason}"
     if event in ("failed", "excluded"):
         return f"{state.run}: {event}: {state.reason}"
+    if event == "interrupted":
+        return f"{state.run}: interrupted"
     if event == "elsewhere":
         return f"{state.run}: another command is at it"
     return None

@@ -12,7 +12,6 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -40,16 +39,11 @@ class Asked:
     history: dict[str, State]
 
 
-class SweepFailed(CompactHydraException):
-    """Runs failed. Hydra prints the message alone and exits with status 1."""
-
-
 def launch(config: DictConfig, loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
     """The jobs of ``-m``, each done or found done.
 
     Raises:
-        SweepFailed: some are not.
-        SystemExit: bad input (2), or interrupted (130).
+        SystemExit: some failed (1), bad input (2), or interrupted (130). Hydra would add lines to other exceptions.
     """
     setup_globals()
     before = HydraConfig.instance().cfg
@@ -174,27 +168,26 @@ def _note_known(sweep: Sweep, board: Board, plan: plans.Plan, todo: Sequence[pla
 def _report(plan: plans.Plan, sweep: Sweep, folder: Path, whole: bool) -> list[JobReturn]:
     """The table, one line of counts, and what Hydra wants to know."""
     states = sweep.states
-    places = {
-        run.name: plan.done[run.name].folder if run.name in plan.done else folder / run.name for run in plan.runs
-    }
-    done = [places[run.name] for run in plan.runs if states[run.name].state == "done"]
-    failed = [(run.name, states[run.name].reason) for run in plan.runs if states[run.name].state == "failed"]
-    left = [run.name for run in plan.runs if states[run.name].state in ("queued", "running", "elsewhere")]
+    names = [run.name for run in plan.runs]
+    places = {name: plan.done[name].folder if name in plan.done else folder / name for name in names}
+    done = [places[name] for name in names if states[name].state == "done"]
+    failed = [(name, states[name].reason) for name in names if states[name].state == "failed"]
+    left = [name for name in names if states[name].state in ("queued", "running", "elsewhere")]
     report.conclude(folder, done, failed)
     Console(stderr=True).print(f"{counts(states.values())}: {folder}", highlight=False, soft_wrap=True)
     if failed:
-        raise SweepFailed(
-            f"error: {len(failed)} of {len(plan.runs)} runs failed: tracedraft logs {folder} {failed[0][0]} says more; "
-            "the same command again tries them again"
-        )
-    if not whole:
         print(
-            f"interrupted with {len(left)} of {len(plan.runs)} runs left: the same command goes on", file=sys.stderr
+            f"error: {len(failed)} of {len(names)} runs failed: tracedraft logs {folder} {failed[0][0]} says more; "
+            "the same command tries them again",
+            file=sys.stderr,
         )
+        raise SystemExit(1)
+    if not whole:
+        print(f"interrupted with {len(left)} of {len(names)} runs left: the same command goes on", file=sys.stderr)
         raise SystemExit(130)
     values = {
         name: sweep.returned[name] if name in sweep.returned else records.read_summary(places[name]).get("speedup")
-        for name in (run.name for run in plan.runs)
+        for name in names
         if states[name].state == "done"
     }
     overrides = {run.name: run.facts["overrides"] for run in plan.runs}

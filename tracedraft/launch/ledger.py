@@ -1,7 +1,7 @@
 """``sweep.jsonl``: what happened in a sweep's folder, one event a line, and the state of its runs read back.
 
-Events: ``sweep`` (a command starts), ``queued``, ``reused``, ``excluded``, ``started``, ``retried``, ``finished``,
-``failed``, ``elsewhere`` (another command is at it) and ``ended``. A run's numbers are in its own folder.
+Events: ``sweep`` (a command starts), ``queued``, ``reused``, ``excluded``, ``started``, ``retried``, ``interrupted``,
+``finished``, ``failed``, ``elsewhere`` (another command is at it) and ``ended``. A run's numbers are in its own folder.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def step(before: State, event: dict[str, Any]) -> State:
         return replace(before, state="running", since=at, attempt=event["attempt"], where=event.get("where", ""))
     if kind == "finished":
         return replace(before, state="done", since=at, seconds=event["seconds"], reused=False)
-    if kind == "retried":
-        return replace(before, state="queued", since=at, reason=event["reason"])
+    if kind in ("retried", "interrupted"):
+        return replace(before, state="queued", since=at, reason=event.get("reason", kind))
     if kind in ("failed", "excluded"):
         return replace(before, state=kind, since=at, reason=event["reason"])
     return replace(before, state=kind, since=at)

@@ -87,7 +87,7 @@ def describe(composed: DictConfig, affinity: Sequence[str], known: dict[str, Any
         known: see ``identify``.
     """
     HydraConfig.instance().set_config(composed)
-    cfg = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     name = str(composed.hydra.sweep.subdir)
     facts: dict[str, Any] = {"fingerprint": None, "overrides": list(composed.hydra.overrides.task)}
     facts |= {group: OmegaConf.select(cfg, f"{group}.name") for group in SHOWN}
@@ -141,7 +141,7 @@ def finished_runs(folder: Path) -> dict[tuple[str, tuple[int, int] | None], list
             continue
         fingerprint = attempts[0]["fingerprint"]
         found.setdefault((fingerprint, None), []).append(summary.parent)
-        timings = {(attempt.get("torch_threads"), attempt.get("workers", 1)) for attempt in attempts}
+        timings = {(attempt["torch_threads"], attempt.get("workers", 1)) for attempt in attempts}
         if len(timings) == 1:  # a run that went on with other threads is a timing of neither
             found.setdefault((fingerprint, timings.pop()), []).append(summary.parent)
     return found

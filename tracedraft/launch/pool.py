@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -56,14 +58,22 @@ def connect(spec: PoolSpec) -> list[Node]:
 
     if spec.address is not None and not ray.is_initialized():
         try:
-            ray.init(address=spec.address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            _probe(spec.address)
+            ray.init(address=spec.address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"launcher.address={spec.address}: no Ray cluster there ({reason}): start one by `ray start --head`, "
                 "or give launcher.address=null for this machine"
             ) from None
     return nodes() if ray.is_initialized() else [_here()]
+
+
+def _probe(address: str) -> None:
+    """Raises OSError where nobody answers: Ray would go on asking for ever."""
+    host, found, port = address.removeprefix("ray://").rpartition(":")
+    if found:
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _here() -> Node:
@@ -103,7 +113,7 @@ class Pool:
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
             )
             self._ours = True
 
@@ -125,7 +135,8 @@ class Pool:
                 raise UserError(f"no machine of the cluster has held a worker for {HOMELESS_SECONDS:.0f} s")
             return
         self._homeless = None
-        kind = ray.remote(Worker).options(
+        remote: Any = ray.remote(Worker)
+        kind = remote.options(
             num_cpus=self.division.cpus, num_gpus=self.division.gpus, max_restarts=0, max_task_retries=0
         )
         for _ in range(min(missing, fit - len(self.hands))):
@@ -155,10 +166,11 @@ class Pool:
 
     def _answer(self, hand: Hand) -> dict[str, Any]:
         import ray
+        from ray.exceptions import RayError
 
         try:
-            answer = ray.get(hand.pending)
-        except ray.exceptions.RayError as error:
+            answer: Any = ray.get(hand.pending)
+        except RayError as error:
             self.kill(hand)
             reason = exit_reason(error)
             self._stillborn += hand.where == STARTING

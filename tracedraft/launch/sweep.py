@@ -92,7 +92,9 @@ class Sweep:
                 return not waiting
             if pressed.count > 1:
                 for hand in self._busy():
+                    assert hand.run is not None
                     self.pool.kill(hand)
+                    self.note(self.board, "interrupted", hand.run.name)
                 return False
             if not stop:
                 self.pool.fill(len(self.queue) + len(self._busy()))
@@ -157,8 +159,8 @@ class Sweep:
 
     def _end_hanging(self) -> None:
         limit = self.spec.run_timeout_s
-        for hand in self._busy() if limit is not None else ():
-            if time.monotonic() - hand.since > limit:
+        for hand in self._busy():
+            if limit is not None and time.monotonic() - hand.since > limit:
                 self.pool.kill(hand)
                 reason = f"no result after launcher.run_timeout_s={limit:g}"
                 self._take_back(hand, {"status": "died", "reason": reason, "retry": True})

@@ -53,9 +53,9 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
             that tells whether this machine sees it.
 
     Returns:
-        ``status`` done, failed, or busy, where another process is at this very run. Done: ``speedup`` and ``loads``, how many targets this process has loaded so far.
-        Failed: ``reason`` in one line, and ``retry``, whether another attempt could go better. ``files`` by name
-        where the sweep's folder lies on another machine.
+        ``status`` done, failed, or busy, where another process is at this very run. Done: ``speedup`` and ``loads``,
+        how many targets this process has loaded so far. Failed: ``reason`` in one line, and ``retry``, whether
+        another attempt could go better. ``files`` by name where the sweep's folder lies on another machine.
     """
     shared = Path(task["marker"]).exists()
     folder = Path(task["folder"])
@@ -70,12 +70,14 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     from tracedraft import measure as measuring
 
+    cfg = OmegaConf.create(task["config"])
+    assert isinstance(cfg, DictConfig)
     try:
-        summary = measuring.measure(OmegaConf.create(task["config"]), folder, task["sweep"], task["workers"])
+        summary = measuring.measure(cfg, folder, task["sweep"], task["workers"])
         return {"status": "done", "speedup": summary["speedup"], "loads": measuring.loads}
     except Busy:
         return {"status": "busy"}
