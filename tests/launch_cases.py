@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from tracedraft import cli
@@ -73,7 +74,7 @@ class Here:
 
 
 class Faulty(Worker):
-    """Seeds that harm: 1 kills its worker, 2 raises what can't be unpickled, 3 hangs, 4 kills at the first attempt."""
+    """Seeds that harm: 1 kills its worker, 2 raises what can't be unpickled, 3 hangs, 4 kills at first."""
 
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         seed, log = task["config"]["seed"], Path(task["folder"]) / "tried"
@@ -83,13 +84,12 @@ class Faulty(Worker):
             log.touch()
         if seed == 1 or (seed == 4 and first):
             os.kill(os.getpid(), signal.SIGKILL)
-        if seed == 2:
-            import tracedraft.measure as measuring
-
-            measuring.measure = _raise_odd
         if seed == 3:
             time.sleep(600)
-        return super().run(task)
+        with pytest.MonkeyPatch.context() as patch:
+            if seed == 2:
+                patch.setattr("tracedraft.measure.measure", _raise_odd)
+            return super().run(task)
 
 
 class Odd(Exception):

@@ -415,6 +415,13 @@ def test_a_traceback_is_in_the_log(here, folder, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_no_cluster_at_the_address_is_said_in_one_line(folder, capsys):
+    assert command("seed=0,1", "launcher.address=127.0.0.1:1") == 2
+    err = capsys.readouterr().err
+    assert "launcher.address=127.0.0.1:1: no Ray cluster there" in err
+    assert "ray start --head" in err
+
+
 # --- Ctrl-C
 
 
@@ -516,7 +523,7 @@ def test_status_and_logs(here, folder, monkeypatch, capsys):
     capsys.readouterr()
     for arguments, expected in (
         (["status", str(folder)], "1 done, 1 failed"),
-        (["logs", str(folder), [n for n, s in states(folder).items() if s.state == "failed"][0]], "lost to a test"),
+        (["logs", str(folder), next(n for n, s in states(folder).items() if s.state == "failed")], "lost to a test"),
     ):
         monkeypatch.setattr(sys, "argv", ["tracedraft", *arguments])
         cli.main()

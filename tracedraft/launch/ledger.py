@@ -1,7 +1,7 @@
 """``sweep.jsonl``: what happened in a sweep's folder, one event a line, and the state of its runs read back.
 
 Events: ``sweep`` (a command starts), ``queued``, ``reused``, ``excluded``, ``started``, ``retried``, ``interrupted``,
-``finished``, ``failed``, ``elsewhere`` (another command is at it) and ``ended``. A run's numbers are in its own folder.
+``finished``, ``failed``, ``elsewhere`` (another command is at it), ``ended``. A run's numbers are in its own folder.
 """
 
 from __future__ import annotations

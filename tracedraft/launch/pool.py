@@ -69,6 +69,14 @@ def connect(spec: PoolSpec) -> list[Node]:
     return nodes() if ray.is_initialized() else [_here()]
 
 
+def _hush() -> None:
+    """Ray prints a paragraph among our lines for each worker that dies, whatever it was told of logging."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        setattr(worker, "print_to_stdstream", lambda *_, **__: None)  # noqa: B010 - not to be found by type checkers
+
+
 def _probe(address: str) -> None:
     """Raises OSError where nobody answers: Ray would go on asking for ever."""
     host, found, port = address.removeprefix("ray://").rpartition(":")
@@ -105,6 +113,7 @@ class Pool:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        _hush()
         if not ray.is_initialized():
             (machine,) = self.machines
             ray.init(
@@ -202,9 +211,12 @@ class Pool:
 
 def exit_reason(error: Exception) -> str:
     """Why a worker died, in one line, without where and as whom."""
-    text = " ".join(str(error).split())
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and "creation task" in lines[0]:  # a traceback, whose last line says what
+        return lines[-1].strip()
+    text = " ".join(" ".join(lines).split())
     for mark in ("exit detail: ", "death cause: ", "because "):
         _, found, rest = text.partition(mark)
         if found:
-            return f"{type(error).__name__}: {rest[:300]}"
+            return f"{type(error).__name__}: {rest.partition('Some common causes')[0][:300].strip()}"
     return f"{type(error).__name__}: {text[:300]}"
