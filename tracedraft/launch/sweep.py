@@ -13,14 +13,13 @@ from typing import Any, Protocol
 from tracedraft import records
 from tracedraft.files import Busy, exclusive, is_held, write_atomically
 from tracedraft.launch.board import Board
-from tracedraft.launch.ledger import Ledger, State, step
+from tracedraft.launch.ledger import CLAIM, Ledger, State, step
 from tracedraft.launch.plan import Run
 from tracedraft.launch.pool import Hand
 from tracedraft.launch.queue import Queue
 from tracedraft.launch.spec import PoolSpec
 from tracedraft.launch.worker import LOG
 
-CLAIM = ".claim"
 TICK = 0.5  # seconds between looks at the clock, at Ctrl-C and at runs of other commands
 INSTEAD = "choose another hydra.sweep.dir"
 
