@@ -30,7 +30,12 @@ from tracedraft.launch.worker import LOG
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command asks for, where, and what there is to do it with."""
+    """What a command asks for, where, and what there is to do it with.
+
+    Attributes:
+        history: what the folder's ledger knows.
+        spent: seconds of planning so far, of which Hydra's own composition apart.
+    """
 
     plan: plans.Plan
     spec: PoolSpec
@@ -38,6 +43,7 @@ class Asked:
     machines: list[Node]
     division: Division
     history: dict[str, State]
+    spent: dict[str, float]
 
 
 def launch(config: DictConfig, loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -71,14 +77,15 @@ def _asked(
     from tracedraft.provenance import provenance
 
     known: dict[str, Any] = {}
-    composed = (plans.compose(config, loader, given, number) for number, given in enumerate(job_overrides, first))
-    runs = [plans.describe(cfg, spec.affinity, known) for cfg in composed]
+    began, composing, runs = time.monotonic(), 0.0, []
+    for number, given in enumerate(job_overrides, first):
+        at = time.monotonic()
+        composed = plans.compose(config, loader, given, number)
+        composing += time.monotonic() - at
+        runs.append(plans.describe(composed, spec.affinity, known))
     devices = [str(run.config["target"]["device"]) for run in runs if not run.bad]
-    for device in devices:
-        if device.startswith("cuda:"):
-            raise UserError(
-                f"target.device={device}: which GPU a run of a sweep gets is the pool's choice: give cuda"
-            )
+    if chosen := [device for device in devices if device.startswith("cuda:")]:
+        raise UserError(f"target.device={chosen[0]}: in a sweep the pool chooses the GPU of a run: give cuda")
     machines = connect(spec)
     timed = any(run.config["measure"] == "time" for run in runs if not run.bad)
     threads = max(node.cpus for node in machines) if spec.address else ALL_THREADS
@@ -90,7 +97,8 @@ def _asked(
     folder = Path(config.hydra.sweep.dir)
     plan = plans.compare(plan, folder, provenance(), spec.resume is Resume.fresh)
     history = read_ledger(folder)[0] if (folder / LEDGER).exists() else {}
-    return Asked(plan, spec, folder, machines, division, history)
+    spent = {"composing": round(composing, 3), "planning": round(time.monotonic() - began - composing, 3)}
+    return Asked(plan, spec, folder, machines, division, history, spent)
 
 
 def _show_plan(asked: Asked) -> None:
@@ -121,7 +129,8 @@ def _run(asked: Asked) -> list[JobReturn]:
     ledger = Ledger(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
     pool = Pool(asked.machines, division)
     board = Board(folder, division.workers, Pace(asked.history.values()))
-    ledger.add("sweep", argv=sys.argv, runs=len(plan.runs), workers=division.workers, threads=division.threads)
+    size = {"runs": len(plan.runs), "workers": division.workers, "threads": division.threads}
+    ledger.add("sweep", argv=sys.argv, **size, **asked.spent)
     todo = _queue(asked)
     sweep = Sweep(todo, asked.spec, folder, division.side_by_side, pool, ledger)
     whole = True

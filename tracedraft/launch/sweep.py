@@ -137,7 +137,8 @@ class Sweep:
         seconds = round(time.monotonic() - hand.since, 3)
         if answer["status"] == "done":
             self.returned[run.name] = answer["speedup"]
-            self.note(self.board, "finished", run.name, seconds=seconds, loads=answer["loads"], worker=hand.number)
+            facts = {"seconds": seconds, "work": answer["work"], "loads": answer["loads"], "worker": hand.number}
+            self.note(self.board, "finished", run.name, **facts)
         elif answer["status"] == "busy":
             self.note(self.board, "elsewhere", run.name)
             self.elsewhere.append(run)

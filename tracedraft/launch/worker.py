@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,17 +54,20 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
             that tells whether this machine sees it.
 
     Returns:
-        ``status`` done, failed, or busy, where another process is at this very run. Done: ``speedup`` and ``loads``,
-        how many targets this process has loaded so far. Failed: ``reason`` in one line, and ``retry``, whether
-        another attempt could go better. ``files`` by name where the sweep's folder lies on another machine.
+        ``status`` done, failed, or busy, where another process is at this very run, and the seconds of ``work``.
+        Done: ``speedup`` and ``loads``, how many targets this process has loaded so far. Failed: ``reason`` in one
+        line, and ``retry``, whether another attempt could go better. ``files`` by name where the sweep's folder lies
+        on another machine.
     """
     shared = Path(task["marker"]).exists()
     folder = Path(task["folder"])
     if not shared:
         folder = Path(tempfile.gettempdir()) / f"tracedraft-{Path(task['marker']).name}" / folder.name
     folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
     with logged(folder / LOG):
         result = _attempt(task, folder)
+    result["work"] = round(time.monotonic() - began, 4)
     if not shared:
         result["files"] = {name: (folder / name).read_bytes() for name in HOME if (folder / name).exists()}
     return result
