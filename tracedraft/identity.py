@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.types import Conversation
@@ -37,8 +38,8 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
         UserError: a bad value, prompts or weights that can't be had, or a draft that does not fit.
     """
     check_settings(cfg)
-    specs = {group: build_spec(cfg[group], group) for group in GROUPS}
     known = {} if known is None else known
+    specs = {group: _built(cfg, group, known) for group in GROUPS}
 
     def once(what: str, find: Callable[[], Any], *asked: str) -> Any:
         key = json.dumps([what, *(plain(specs[group]) for group in asked)], sort_keys=True)
@@ -55,6 +56,17 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
     }
     settings = {key: cfg[key] for key in SETTINGS}
     return Identity(specs, settings, conversations, data, fingerprint({**specs, **settings}, contents))
+
+
+def _built(cfg: DictConfig, group: str, known: dict[str, Any]) -> Any:
+    """A group's spec, which most runs of a sweep share."""
+    try:
+        key = json.dumps([group, OmegaConf.to_container(cfg[group], resolve=True)])
+    except OmegaConfBaseException:
+        return build_spec(cfg[group], group)  # says in what it is wrong
+    if key not in known:
+        known[key] = build_spec(cfg[group], group)
+    return known[key]
 
 
 def timing(config: dict[str, Any], threads: int, workers: int) -> tuple[int, int] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -179,7 +180,8 @@ class Eagle3Spec(Reading, DraftSpec):
         folder = self.folder()
         like = target.model.embed_tokens.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
-        model = eagle3.load(folder, dtype, like.device, self)
+        origin = self.provenance()
+        model = copy.deepcopy(_pristine(self, folder, dtype, like.device, origin["sha256"]))
         pack(model, keep=TRAINED)
         embedding, whose = like.to(dtype), "the target's"
         if model.embed_tokens is not None:
@@ -188,7 +190,15 @@ class Eagle3Spec(Reading, DraftSpec):
                 embedding, whose = own, "its own"
                 _say(f"draft {self.path}: its token embeddings differ from the target's, and are used")
             model.embed_tokens = None  # the target's are not kept twice
-        return Eagle3Draft(model, embedding), {**self.provenance(), "embedding": whose}
+        return Eagle3Draft(model, embedding), {**origin, "embedding": whose}
+
+
+@lru_cache(maxsize=1)
+def _pristine(
+    spec: Eagle3Spec, folder: Path, dtype: torch.dtype, device: torch.device, sha256: str | None
+) -> eagle3.Eagle3:
+    """The model as its file has it, kept: every arm of every run of a sweep starts from a copy."""
+    return eagle3.load(folder, dtype, device, spec)
 
 
 @cache

@@ -43,7 +43,7 @@ class Asked:
     machines: list[Node]
     division: Division
     history: dict[str, State]
-    spent: dict[str, float]
+    spent: dict[str, Any]
 
 
 def launch(config: DictConfig, loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:

@@ -16,6 +16,8 @@ from tracedraft.launch.board import Pace, Tail, counts, duration, remaining, tab
 from tracedraft.launch.ledger import CLAIM, State, read_ledger
 from tracedraft.launch.worker import LOG
 
+LISTED = 50  # of a state
+
 
 def status(folder: Path) -> None:
     """Print where each run of a sweep stands.
@@ -30,7 +32,7 @@ def status(folder: Path) -> None:
         replace(state, state="queued", reason="interrupted") if lost[n] else state for n, state in states.items()
     ]
     tails = {state.run: Tail(folder / state.run).read() for state in shown if state.state == "running"}
-    report.show(table(shown, tails, now))
+    report.show(table(shown, tails, now, LISTED))
     workers = next((event["workers"] for event in reversed(others) if event["event"] == "sweep"), 1)
     line = f"{counts(shown)}: {folder}"
     if any(state.state == "running" for state in shown):
