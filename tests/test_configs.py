@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 import tracedraft.cli  # noqa: F401 - what entry points register is what users compose with
 from tracedraft.config import build_spec, fingerprint, plain, shipped_dir
 from tracedraft.errors import UserError
-from tracedraft.measure import GROUPS
+from tracedraft.identity import GROUPS
 
 CONF = shipped_dir("conf")
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
@@ -86,6 +86,12 @@ def test_every_option_lists_its_whole_spec_and_builds(group, option):
     spec = build_spec(composed(f"{group}={option}")[group], group)
     built, expected = plain(spec), fixed_values(stated)
     assert {key: built[key] for key in expected} == expected
+
+
+def test_the_pool_lists_its_whole_spec_and_builds():
+    stated = raw(CONF / "launcher" / "pool.yaml")
+    assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
+    assert plain(build_spec(composed().launcher, "launcher")) == stated | {"_target_": stated["_target_"]}
 
 
 def test_a_tree_is_as_large_as_the_device_bears():
@@ -259,6 +265,7 @@ def test_identity_changes_with_what_can_change_a_result(override):
         "paths.data=/elsewhere",
         "paths.cache=/elsewhere",
         "paths.runs=/elsewhere",
+        "launcher.workers=3",
         "threads=1",
         "workload.note=other",
     ],

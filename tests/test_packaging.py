@@ -50,8 +50,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     modules = {file for file in files(ROOT / "tracedraft") if file.endswith(".py")}
     assert {f"tracedraft/{file}" for file in modules} <= held
+    plugin = {f"hydra_plugins/{file}" for file in files(ROOT / "hydra_plugins") if file.endswith(".py")}
+    assert plugin
+    assert plugin <= held
     info = f"tracedraft-{tracedraft.__version__}.dist-info/"
-    assert [name for name in held if not name.startswith(("tracedraft/", info))] == []
+    assert [name for name in held if not name.startswith(("tracedraft/", "hydra_plugins/", info))] == []
     assert b"tracedraft = tracedraft.cli:main" in zipfile.ZipFile(wheel).read(info + "entry_points.txt")
 
 
@@ -83,6 +86,8 @@ def test_the_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
             build_spec(cfg[group], group)
         sys.argv = ["tracedraft", "run", "target=tiny", "draft=tiny", "wandb.mode=disabled",
                     "workload.limit=1", "decode.max_new_tokens=8", "hydra.run.dir=run"]
+        tracedraft.cli.main()
+        sys.argv = ["tracedraft", "run", "-m", *sys.argv[2:-1], "adapter=fixed,reset", "launcher.dry_run=true"]
         tracedraft.cli.main()
         print(len(conversations), data["source"])
     """

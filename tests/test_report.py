@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from tracedraft.report import SweepTable, read_sweep, result_markdown, result_table, row, show
+from tracedraft.report import SweepTable, read_runs, result_markdown, result_table, row, runs_of, show
 
 
 def summary(**changes):
@@ -106,7 +106,7 @@ def test_a_sweep_is_read_in_natural_order_and_failures_are_listed(tmp_path, caps
     (tmp_path / "11_x").mkdir()
     (tmp_path / "11_x" / "summary.json").write_text('{"tau": 1')
     (tmp_path / "multirun.yaml").write_text("")
-    rows, failed = read_sweep(tmp_path)
+    rows, failed = read_runs(runs_of(tmp_path))
     assert [r["adapter"] for r in rows] == names
     assert [name for name, _ in failed] == ["3_x", "11_x"]
     config = OmegaConf.create({"runs": str(tmp_path), "hydra": {"sweep": {"dir": "${runs}"}}})
@@ -128,7 +128,7 @@ def test_a_sweep_over_settings_shows_which_run_had_which(tmp_path):
         (tmp_path / name / "summary.json").write_text(json.dumps(summary(adapter="reset")))
         config = {"adapter": {"lr": lr, "every": every, "name": "reset"}, "paths": {"runs": name}, "seed": 0}
         OmegaConf.save(config, tmp_path / name / "config.yaml")
-    rows, _ = read_sweep(tmp_path)
+    rows, _ = read_runs(runs_of(tmp_path))
     assert [r["settings"] for r in rows] == ["every=8 lr=0.01", "every=8 lr=0.03", "every=16 lr=0.03"]
     assert "| settings |" in result_markdown(rows).splitlines()[0]
     assert "every=16 lr=0.03" in printed(rows, 200)
@@ -140,13 +140,13 @@ def test_keys_of_one_name_are_told_apart_and_other_adapters_do_not_count(tmp_pat
         OmegaConf.save({"seed": seeds[0], "workload": {"seed": seeds[1]}}, tmp_path / name / "config.yaml")
         kind = {"adapter": name[-1]}
         (tmp_path / name / "summary.json").write_text(json.dumps(summary(**kind)))
-    settings = [r["settings"] for r in read_sweep(tmp_path)[0]]
+    settings = [r["settings"] for r in read_runs(runs_of(tmp_path))[0]]
     assert settings == ["seed=0 workload.seed=0", "seed=1 workload.seed=2", "seed=5 workload.seed=5"]
 
 
 def test_without_varied_settings_there_is_no_such_column(tmp_path):
     make_sweep(tmp_path, ["0_a", "1_b"])
-    assert "settings" not in result_markdown(read_sweep(tmp_path)[0])
+    assert "settings" not in result_markdown(read_runs(runs_of(tmp_path))[0])
 
 
 APP = """

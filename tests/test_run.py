@@ -14,7 +14,8 @@ from tracedraft import target as target_module
 from tracedraft.adapters.fixed import FixedAdapter
 from tracedraft.config import ASSETS, build_spec, fingerprint
 from tracedraft.errors import UserError
-from tracedraft.measure import GROUPS, measure
+from tracedraft.identity import GROUPS
+from tracedraft.measure import measure
 from tracedraft.records import ATTEMPTS, CONFIG, CONVERSATIONS, SUMMARY
 from tracedraft.types import Response
 

@@ -13,13 +13,15 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from tracedraft.config import build_spec, shipped_dir
+from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
 
 USAGE = """usage: tracedraft COMMAND [overrides]
 
   run         measure a learner: tracedraft run workload=sample_chat adapter=persistent
               over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
+  status      where the runs of a sweep stand, at any time: tracedraft status SWEEP_FOLDER
+  logs        what one of them said: tracedraft logs SWEEP_FOLDER RUN
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
@@ -29,7 +31,7 @@ USAGE = """usage: tracedraft COMMAND [overrides]
               learning costs: tracedraft bench repetitions=4
   bench-gpu   speed beside the limits of the card's memory, of random weights in an 8B model's shape; without a
               GPU a dry run: tracedraft bench-gpu repetitions=5
-  prepare     fetch and convert a target's weights: tracedraft prepare target=smollm2-135m
+  prefetch    fetch and convert weights and prompts: tracedraft prefetch target=smollm2-135m workload=gsm8k
 
 tracedraft COMMAND --help lists the options of each configuration group."""
 
@@ -42,12 +44,14 @@ def main() -> None:
     """The console script."""
     commands = {
         "run": run,
+        "status": status,
+        "logs": logs,
         "train": train,
         "eval-draft": eval_draft,
         "export": export,
         "bench": bench,
         "bench-gpu": bench_gpu,
-        "prepare": prepare,
+        "prefetch": prefetch,
     }
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         helped = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
@@ -78,6 +82,8 @@ def run(cfg: DictConfig) -> float | None:
     swept = context.mode == RunMode.MULTIRUN
     folder = Path(context.runtime.output_dir)
     try:
+        if cfg.launcher.dry_run:
+            raise UserError("launcher.dry_run=True: only the pool of a sweep can say what it would run: add -m")
         summary = measure(cfg, folder, Path(context.sweep.dir).name if swept else None)
     except UserError as error:
         if not swept:
@@ -89,6 +95,31 @@ def run(cfg: DictConfig) -> float | None:
         show(result_table([row(summary)]))
         print(f"record: {folder}")
     return summary["speedup"]
+
+
+def status() -> None:
+    """Where the runs of a sweep stand."""
+    from tracedraft.launch.status import status as show_status
+
+    (folder,) = _arguments("status SWEEP_FOLDER", 1)
+    _plainly(lambda: show_status(Path(folder)))
+
+
+def logs() -> None:
+    """What a run of a sweep said."""
+    from tracedraft.launch.status import logs as show_log
+
+    folder, run = _arguments("logs SWEEP_FOLDER RUN", 2)
+    _plainly(lambda: show_log(Path(folder), run))
+
+
+def _arguments(usage: str, count: int) -> list[str]:
+    given = sys.argv[1:]
+    if len(given) != count or given[0].startswith("-"):
+        helped = given[:1] in (["-h"], ["--help"])
+        print(f"usage: tracedraft {usage}", file=sys.stdout if helped else sys.stderr)
+        raise SystemExit(0 if helped else 2)
+    return given
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="train")
@@ -149,12 +180,18 @@ def bench_gpu(cfg: DictConfig) -> None:
     _plainly(measured)
 
 
-@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prepare")
-def prepare(cfg: DictConfig) -> None:
-    """Load the target once, so that its weights are fetched, converted and cached."""
+@hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="prefetch")
+def prefetch(cfg: DictConfig) -> None:
+    """Fetch, convert and cache the weights and the prompts, here or on each machine of a cluster."""
     _quiet()
-    _plainly(lambda: build_spec(cfg.target, "target").build())
-    print(f"target {cfg.target.name} is ready")
+    from tracedraft.launch.prefetch import prefetch as fetch
+
+    def fetched() -> None:
+        machines = fetch(cfg)
+        where = "" if cfg.launcher.address is None else f" on {machines} machines"
+        print(f"target {cfg.target.name}, draft {cfg.draft.name}, workload {cfg.workload.name}: ready{where}")
+
+    _plainly(fetched)
 
 
 def _plainly(action: Any) -> None:

@@ -30,6 +30,12 @@ def _per_device(cpu: Any, cuda: Any, *, _root_: DictConfig) -> Any:
     return cpu if str(_root_.target.device).startswith("cpu") else cuda
 
 
+def _sweep_name(*, _root_: DictConfig) -> str:
+    return _root_.hydra.runtime.choices.get("experiment") or "sweep"
+
+
+# ${sweep_name:} in a YAML: the experiment's, or "sweep"; no time in it, so that the same command finds its runs.
+OmegaConf.register_new_resolver("sweep_name", _sweep_name, replace=True)
 # ${per_device:A,B} in a YAML: A where the target is served on the CPU, else B.
 OmegaConf.register_new_resolver("per_device", _per_device, replace=True)
 

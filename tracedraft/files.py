@@ -18,6 +18,10 @@ SCRATCH = ".scratch"
 REFUSALS = ("inline_container.cc", "PytorchStreamWriter", "iostream error", "I/O error")
 
 
+class Busy(UserError):
+    """Another process is writing there."""
+
+
 def write_atomically(path: Path, write: Callable[[Path], object], instead: str) -> None:
     """Run ``write(temporary path)`` and move the file or folder into place, on the disk, whole or not at all.
 
@@ -57,7 +61,8 @@ def exclusive(path: Path, instead: str) -> Any:
     """Open ``path`` to append bytes, locked until it is closed; what a killed owner of its folder left is removed.
 
     Raises:
-        UserError: another process holds it, by its folder, or the disk refused it.
+        Busy: another process holds it.
+        UserError: the disk refused it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +73,23 @@ def exclusive(path: Path, instead: str) -> Any:
             file.close()
             raise
     except BlockingIOError:
-        raise UserError(f"{path.parent}: another process is writing there: wait for it, or {instead}") from None
+        raise Busy(f"{path.parent}: another process is writing there: wait for it, or {instead}") from None
     except OSError as error:
         raise unwritable(path.parent, error, instead) from error
     remove_scratch(path.parent)
     return file
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process has ``path`` open by ``exclusive``."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def remove_scratch(folder: Path) -> None:

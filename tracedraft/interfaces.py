@@ -128,8 +128,12 @@ class DraftSpec(ABC):
         """Raises UserError when the draft does not fit; called before any weights are loaded."""
 
     @abstractmethod
+    def provenance(self) -> dict[str, str | None]:
+        """Origin and sha256 of the weights, fetched if need be but not loaded."""
+
+    @abstractmethod
     def build(self, target: Any) -> tuple[Draft, dict[str, str | None]]:
-        """A fresh draft for the loaded target, and its provenance: origin and sha256."""
+        """A fresh draft for the loaded target, and its provenance with what only loading shows."""
 
 
 class InnerAdapter(ABC):

@@ -21,9 +21,10 @@ from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.auto import AutoSpec
 from tracedraft.calibrate import planned
-from tracedraft.config import build_spec, check_settings, fingerprint, plain
+from tracedraft.config import plain
 from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
+from tracedraft.identity import identify
 from tracedraft.interfaces import Draft, InnerAdapter
 from tracedraft.meter import Meter
 from tracedraft.prefix import Prefix
@@ -35,7 +36,6 @@ from tracedraft.tracking import open_tracker, sigterm_as_exit
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
-GROUPS = ("target", "draft", "adapter", "workload", "decode")
 WARM_UP_TOKENS = 24
 PLAIN = "plain"  # the arm without a draft
 ALL_THREADS = torch.get_num_threads()
@@ -69,11 +69,12 @@ class Bench:
     replays: dict[str, Response] = dataclasses.field(default_factory=dict)
 
 
-def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
+def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) -> dict[str, Any]:
     """Run one configuration and leave its record in ``folder``.
 
     Args:
         sweep: name of the sweep that this run belongs to, which becomes its W&B group.
+        workers: how many of this machine's processes run at once, which timings depend on.
 
     Returns:
         the summary, as written.
@@ -81,53 +82,49 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     Raises:
         UserError: bad input; whatever was on disk stays as it was.
     """
-    check_settings(cfg)
     check_replayable(cfg)
-    specs = {group: build_spec(cfg[group], group) for group in GROUPS}
-    conversations, data = specs["workload"].load()
-    specs["draft"].check(specs["target"].shape())
+    run = identify(cfg)
+    specs, conversations = run.specs, run.conversations
+    if done := records.finished(folder, run.fingerprint):
+        lost = cfg.keep_learner and records.last_learner(folder) is None
+        without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
+        print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
+        return done
     torch.set_num_threads(cfg.threads or ALL_THREADS)
     served = loaded(specs["target"])
     arms, draft = build_arms(specs, served, cfg.seed)
     bench = Bench(served, specs["decode"], cfg.seed, Meter(served.target.device), cfg.plain, **recordings(cfg, draft))
     check_cache(bench, [arm.draft for arm in arms], conversations)
-    contents = {"target": served.provenance["sha256"], "draft": draft["sha256"], "workload": data["sha256"]}
-    settings = {key: cfg[key] for key in ("seed", "plain", "measure")}
-    identity = {"fingerprint": fingerprint({**specs, **settings}, contents), "data": data}
-    names = {group: specs[group].name for group in GROUPS}
-    origin = {**provenance(), **identity, "target_weights": served.provenance, "draft_weights": draft}
-    if done := records.finished(folder, identity["fingerprint"]):
-        lost = cfg.keep_learner and records.last_learner(folder) is None
-        without = ", without its learner: choose another hydra.run.dir to have it kept" if lost else ""
-        print(f"{folder} holds this run already, finished{without}", file=sys.stderr)
-        return done
+    identity = {"fingerprint": run.fingerprint, "data": run.data}
+    names = {group: spec.name for group, spec in specs.items()}
+    weights = {"target_weights": served.provenance, "draft_weights": draft}
     bench, plan = with_plan(bench, arms[0].draft, draft["sha256"], records.read_attempts(folder))
-    origin |= plan
+    origin = {**provenance(), **identity, **weights, "workers": workers, **plan}
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
-    with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as run, sigterm_as_exit():
+    with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as record, sigterm_as_exit():
         tracker = open_tracker(
             **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
             group=cfg.wandb.group or sweep or "single",
             job_type=names["adapter"],
-            config={**plain(specs), **settings, **identity},
+            config={**plain(specs), **run.settings, **identity},
             run_dir=folder,
-            run_id=f"{identity['fingerprint']}-a{run.attempt}-{uuid.uuid4().hex[:6]}",
+            run_id=f"{run.fingerprint}-a{record.attempt}-{uuid.uuid4().hex[:6]}",
         )
         summary, code = {}, 1
         try:
-            done = stream(bench, arms, conversations, Progress(len(conversations), names), run, tracker.log)
+            done = stream(bench, arms, conversations, Progress(len(conversations), names), record, tracker.log)
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
-            run.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
+            record.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
             if tracker.error:
                 print(f"warning: {tracker.error}; the record on disk is whole", file=sys.stderr)
         if tracker.error:
-            run.write_summary({**summary, "wandb_error": tracker.error})
+            record.write_summary({**summary, "wandb_error": tracker.error})
     return summary
 
 
@@ -180,15 +177,18 @@ def check_replayable(cfg: DictConfig) -> None:
 
 
 _LOADED: dict[str, Served] = {}
+loads = 0  # of targets, by this process
 _REPLAYS: dict[str, dict[str, Response]] = {}
 
 
 def loaded(spec: Any) -> Served:
     """The built target, kept for the next run of a sweep: loading one costs more than many a run."""
-    key = json.dumps(plain(spec), sort_keys=True)
+    key = json.dumps([plain(spec), spec.provenance()["sha256"]], sort_keys=True)
     if key not in _LOADED:
+        global loads
         _LOADED.clear()
         _LOADED[key] = spec.build()
+        loads += 1
     return _LOADED[key]
 
 

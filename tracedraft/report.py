@@ -88,10 +88,7 @@ def show(table: Table, file: TextIO | None = None, width: int | None = None) -> 
 
 
 class SweepTable(Callback):
-    """Hydra callback: one table of all runs at the end of a sweep, printed and kept as ``table.md``.
-
-    A run without a readable summary is listed as failed.
-    """
+    """Hydra callback: makes the folder of a sweep, and concludes one that ran in this process."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -102,21 +99,31 @@ class SweepTable(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self.on_multirun_end)
         sweep = Path(config.hydra.sweep.dir)
-        if not sweep.is_dir():
-            return
-        rows, failed = read_sweep(sweep)
-        if rows:
-            show(result_table(rows))
-        for name, reason in failed:
-            _write(f"failed: {name} ({reason})\n", sys.stdout)
-        text = result_markdown(rows)
-        if failed:
-            text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
-        instead = "choose another hydra.sweep.dir"
-        try:
-            write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"), instead)
-        except UserError as error:
-            _write(f"warning: {error}\n", sys.stderr)
+        # The pool knows which of the folder's runs were asked for, and concludes itself.
+        pooled = OmegaConf.select(config, "launcher") and config.hydra.runtime.choices["hydra/launcher"] == "pool"
+        if sweep.is_dir() and not pooled:
+            conclude(sweep, runs_of(sweep), [])
+
+
+def conclude(sweep: Path, runs: list[Path], failed: list[tuple[str, str]]) -> None:
+    """Print the table of finished runs and the (name, reason) of failed ones, and keep both as ``table.md``.
+
+    A run without a readable summary counts as failed.
+    """
+    rows, unreadable = read_runs(runs)
+    failed = failed + unreadable
+    if rows:
+        show(result_table(rows))
+    for name, reason in failed:
+        _write(f"failed: {name} ({reason})\n", sys.stdout)
+    text = result_markdown(rows)
+    if failed:
+        text += "\nFailed:\n\n" + "".join(f"- {name} ({reason})\n" for name, reason in failed)
+    instead = "choose another hydra.sweep.dir"
+    try:
+        write_atomically(sweep / "table.md", lambda path: path.write_text(text, encoding="utf-8"), instead)
+    except UserError as error:
+        _write(f"warning: {error}\n", sys.stderr)
 
 
 class RunFolder(Callback):
@@ -146,11 +153,16 @@ def unmake() -> None:
             folder.rmdir()
 
 
-def read_sweep(sweep: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """The rows of a sweep folder in natural order of its runs, and (name, reason) of the failed ones."""
-    rows, failed = [], []
+def runs_of(sweep: Path) -> list[Path]:
+    """The folders of a sweep's runs, in natural order."""
     runs = [path for path in sweep.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for run in sorted(runs, key=lambda path: _natural(path.name)):
+    return sorted(runs, key=lambda path: _natural(path.name))
+
+
+def read_runs(runs: list[Path]) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """The rows of finished runs, and (name, reason) of the others."""
+    rows, failed = [], []
+    for run in runs:
         if not (run / SUMMARY).exists():
             failed.append((run.name, f"no {SUMMARY}"))
             continue
@@ -176,7 +188,9 @@ def settings_of(run: Path) -> dict[str, Any]:
         return {}
     config = OmegaConf.to_container(OmegaConf.load(run / CONFIG))
     assert isinstance(config, dict)
-    return flat({key: value for key, value in config.items() if key not in ("paths", "wandb", "hydra")}, "")
+    return flat(
+        {key: value for key, value in config.items() if key not in ("paths", "wandb", "launcher", "hydra")}, ""
+    )
 
 
 def varied(rows: list[dict[str, Any]]) -> list[str]:

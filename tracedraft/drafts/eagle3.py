@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -176,15 +177,19 @@ class Eagle3Spec(Reading, DraftSpec):
             "./NAME lies here); python -m tracedraft.train makes one"
         )
 
+    def provenance(self) -> dict[str, str | None]:
+        digest = weights.sha256_of(weights.content_files(self.folder()), Path(self.cache))
+        return {"origin": str(self.path), "sha256": digest, "revision": self.revision}
+
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         """A fresh draft and its provenance."""
         self.check(target.shape)
         folder = self.folder()
         like = target.model.embed_tokens.weight
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
-        model = eagle3.load(folder, dtype, like.device, self)
+        origin = self.provenance()
+        model = copy.deepcopy(_pristine(self, folder, dtype, like.device, origin["sha256"]))
         pack(model, keep=TRAINED)
-        digest = weights.sha256_of(weights.content_files(folder), Path(self.cache))
         embedding, whose = like.to(dtype), "the target's"
         if model.embed_tokens is not None:
             own = model.embed_tokens.weight.data
@@ -192,8 +197,15 @@ class Eagle3Spec(Reading, DraftSpec):
                 embedding, whose = own, "its own"
                 _say(f"draft {self.path}: its token embeddings differ from the target's, and are used")
             model.embed_tokens = None  # the target's are not kept twice
-        origin = {"origin": str(self.path), "sha256": digest, "revision": self.revision, "embedding": whose}
-        return Eagle3Draft(model, embedding), origin
+        return Eagle3Draft(model, embedding), {**origin, "embedding": whose}
+
+
+@lru_cache(maxsize=1)
+def _pristine(
+    spec: Eagle3Spec, folder: Path, dtype: torch.dtype, device: torch.device, sha256: str | None
+) -> eagle3.Eagle3:
+    """The model as its file has it, kept: every arm of every run of a sweep starts from a copy."""
+    return eagle3.load(folder, dtype, device, spec)
 
 
 @cache
@@ -231,12 +243,15 @@ class LogitLensSpec(DraftSpec):
         if not 1 <= self.draft_vocab_size <= shape.vocab_size:
             raise UserError(f"draft.draft_vocab_size={self.draft_vocab_size}: expected 1 to {shape.vocab_size}")
 
+    def provenance(self) -> dict[str, str | None]:
+        return {"origin": "untrained", "sha256": None}
+
     def build(self, target: LlamaTarget) -> tuple[Eagle3Draft, dict[str, str | None]]:
         self.check(target.shape)
         embedding = target.model.embed_tokens.weight
         model = lens(target, self.draft_vocab_size, self.seed).to(embedding)
         pack(model, keep=TRAINED)
-        return Eagle3Draft(model, embedding), {"origin": "untrained", "sha256": None}
+        return Eagle3Draft(model, embedding), self.provenance()
 
 
 def lens(target: LlamaTarget, draft_vocab_size: int, seed: int) -> eagle3.Eagle3:

@@ -50,6 +50,9 @@ class TinyTargetSpec:
     def shape(self) -> TargetShape:
         return TargetShape(HIDDEN, len(byte_tokenizer()), 3, default_taps(LAYERS), LAYERS)
 
+    def provenance(self) -> dict[str, str | None]:
+        return {"origin": f"random, seed {self.seed}", "sha256": None, "revision": None}
+
     def build(self) -> Served:
         check_device(self.device, self.dtype)
         tokenizer = byte_tokenizer()
@@ -77,4 +80,4 @@ class TinyTargetSpec:
         pack(model)
         eos = frozenset({tokenizer.eos_token_id})
         target = LlamaTarget(model, default_taps(config.layers), eos, self.context)
-        return Served(target, tokenizer, {"origin": f"random, seed {self.seed}", "sha256": None, "revision": None})
+        return Served(target, tokenizer, self.provenance())

@@ -1,0 +1,1 @@
+"""Hydra finds launchers by their place in ``hydra_plugins``."""

@@ -1,0 +1,1 @@
+"""Sweeps: runs fanned out over warm workers, followed, resumed and never lost."""
