@@ -66,6 +66,9 @@ def launch(config: DictConfig, loader: Any, job_overrides: Sequence[Sequence[str
         report.unmake()
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # before there was anything to wind down
+        print("interrupted: nothing had been started", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         HydraConfig.instance().cfg = before
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from tracedraft.launch.queue import Queue
 from tracedraft.launch.spec import PoolSpec
 from tracedraft.launch.worker import LOG
 
+WEIGHTS = {int(signal.SIGINT): 1, int(signal.SIGTERM): 2}
 TICK = 0.5  # seconds between looks at the clock, at Ctrl-C and at runs of other commands
 INSTEAD = "choose another hydra.sweep.dir"
 
@@ -35,11 +36,37 @@ class Workers(Protocol):
     def kill(self, hand: Hand) -> None: ...
 
 
-@dataclass
 class Presses:
-    """Of Ctrl-C: after one, runs in progress end; after two, they are killed. SIGTERM counts as two."""
+    """Of Ctrl-C: after one, runs in progress end; after two, they are killed. SIGTERM counts as two.
 
-    count: int = 0
+    Counted where the signals arrive: Python's own handlers see two of them as one while Ray waits.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in, self._out = socket.socketpair()
+        for end in (self._in, self._out):
+            end.setblocking(False)
+
+    def look(self) -> int:
+        """How many there were so far."""
+        with contextlib.suppress(BlockingIOError):
+            for number in self._in.recv(64):
+                self.count += WEIGHTS.get(number, 0)
+        return self.count
+
+    def __enter__(self) -> Presses:
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._woken = signal.set_wakeup_fd(self._out.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._woken)
+        for number, handler in self._before.items():
+            # None stands for a handler that was not set from Python and can't be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._in.close()
+        self._out.close()
 
 
 class Sweep:
@@ -75,7 +102,7 @@ class Sweep:
         self.board = board
         self.marker.touch()
         try:
-            with presses(self._say_how_to_kill) as pressed:
+            with Presses() as pressed:
                 return self._loop(pressed)
         finally:
             for name in list(self.claims):
@@ -83,18 +110,23 @@ class Sweep:
             self.marker.unlink(missing_ok=True)
 
     def _loop(self, pressed: Presses) -> bool:
+        told = False
         while True:
+            count = pressed.look()
             failed = any(state.state == "failed" for state in self.states.values())
-            stop = bool(pressed.count) or (self.spec.fail_fast and failed)
+            stop = bool(count) or (self.spec.fail_fast and failed)
             waiting = len(self.queue) + len(self.elsewhere)
             if not self._busy() and (stop or not waiting):
                 return not waiting
-            if pressed.count > 1:
+            if count > 1:
                 for hand in self._busy():
                     assert hand.run is not None
                     self.pool.kill(hand)
                     self.note(self.board, "interrupted", hand.run.name)
                 return False
+            if count and not told:
+                told = True
+                self.board.say(f"stopping: {len(self._busy())} in progress go on to their end; Ctrl-C again kills")
             if not stop:
                 self.pool.fill(len(self.queue) + len(self._busy()))
                 self._hand_out()
@@ -185,25 +217,3 @@ class Sweep:
     def _release(self, name: str) -> None:
         if claim := self.claims.pop(name, None):
             claim.close()
-
-    def _say_how_to_kill(self, count: int) -> None:
-        if count == 1:
-            running = len(self._busy())
-            self.board.say(f"stopping: {running} runs go on to their end; Ctrl-C again kills them")
-
-
-@contextlib.contextmanager
-def presses(told: Callable[[int], None]) -> Iterator[Presses]:
-    """Count Ctrl-C and SIGTERM instead of dying of them."""
-    pressed = Presses()
-
-    def press(number: int, _: object) -> None:
-        pressed.count += 2 if number == signal.SIGTERM else 1
-        told(pressed.count)
-
-    before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield pressed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
