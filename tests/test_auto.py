@@ -23,6 +23,11 @@ CPU = torch.device("cpu")
 RUN = ("adapter=reset", "adapter.every=4", "decode=auto", "decode.widths=[8,16]", "decode.max_new_tokens=40")
 
 
+def stood(accepted: int, levels: int) -> Verdict:
+    ids = torch.zeros(accepted + 1, dtype=torch.long)
+    return Verdict(accepted, ids.tolist(), ids, levels, torch.arange(accepted + 1))
+
+
 def plan(verify: float = 1.0, level: float = 0.1, beams: tuple[int, ...] = (1,), depth: int = 6) -> Plan:
     return Plan(16, verify, 0.0, [Way(b, level, level, [0.5] * depth) for b in beams])
 
@@ -64,7 +69,7 @@ def simulate(spec, chances, rounds: int = 4000, seed: int = 0) -> tuple[float, l
         luck = torch.rand(levels, generator=random)
         stands = (luck < torch.tensor(draft.chances[beams][:levels])).cumprod(dim=0)
         accepted = int(stands.sum())
-        proposer.learn(Verdict(accepted, [0] * (accepted + 1), levels, torch.arange(accepted + 1)))
+        proposer.learn(stood(accepted, levels))
         tokens += accepted + 1
         seconds += made.seconds(by_beams[beams], levels)
     return tokens / seconds, proposer.shapes
@@ -130,7 +135,7 @@ def test_a_draft_that_overstates_is_corrected():
     for _ in range(500):
         levels = proposer.propose(draft, None)
         accepted = int((torch.rand(levels, generator=random) < 0.3).cumprod(dim=0).sum())
-        proposer.learn(Verdict(accepted, [0] * (accepted + 1), levels, torch.arange(accepted + 1)))
+        proposer.learn(stood(accepted, levels))
     # at 0.3 a level the second adds 0.09 tokens for 0.3 of a second, in which a round brings 0.3
     assert [levels for _, levels in proposer.shapes[-20:]] == [1] * 20
 

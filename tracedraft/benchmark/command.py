@@ -79,8 +79,8 @@ def benchmark(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     asked = {name: questions(bench, some) for name, some in conversations.items()}
     fixed, weights = specs["draft"].build(served.target)
     decodes, plans = with_plans(bench, specs["decodes"], fixed, weights["sha256"])
-    every = [conversation for some in conversations.values() for conversation in some]
-    arms, restart = own_arms(bench, {**specs, "decodes": decodes}, fixed, every)
+    opened = [dataclasses.replace(one, turns=one.turns[:1]) for some in conversations.values() for one in some]
+    arms, restart = own_arms(bench, {**specs, "decodes": decodes}, fixed, opened)
     others, reasons = engine_arms(engines, bench, specs["draft"], next(iter(asked.values()))[0])
     done = interleave({**others, **arms}, asked, cfg.repetitions, bench.decode.max_new_tokens, restart)
     found = by_workload(done, compared)
