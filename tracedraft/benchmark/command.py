@@ -220,9 +220,8 @@ def own_arms(
             drafts.append(draft)
             learners.append(adapter.build(draft.head, bench.seed))
             arms[learner(mode, name)] = speculating(bench, decode, draft, learners[-1])
-    opened = [dataclasses.replace(conversation, turns=conversation.turns[:1]) for conversation in conversations]
     for decode in specs["decodes"].values():
-        check_cache(dataclasses.replace(bench, decode=decode), drafts, opened)
+        check_cache(dataclasses.replace(bench, decode=decode), drafts, conversations)
     initial = copy.deepcopy([own.state() for own in learners])
 
     def restart() -> None:
