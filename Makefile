@@ -30,7 +30,7 @@ demo: $(READY) ## the main job, short: three adapters on the embedded model
 bench: $(READY) ## speed beside transformers, of speculation, and what learning costs (4 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench
 
-bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers (an hour on two cores)
+bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers
 	$(BIN)/python analysis/bench_sweep.py
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
