@@ -25,6 +25,7 @@ from tracedraft.interfaces import Draft, Pick
 from tracedraft.types import Proposal, Verdict
 
 PRIOR = 8.0  # rounds that the plan counts for in a response
+STEADY = 64.0  # the same where ways are compared: rates differ by less than a few rounds can tell
 GOING = 0.25  # of a probability: what paths that went on are taken to have had in those
 
 
@@ -156,16 +157,17 @@ class _Shown:
     def __init__(self, plan: Plan, way: Way):
         self.way, depth = way, len(way.survival)
         tokens, seconds = plan.best(way)
-        self.tokens, self.seconds = PRIOR * tokens, PRIOR * seconds
+        self.planned, self.tokens, self.seconds = (tokens, seconds), 0.0, 0.0
         self.tested, self.survived = [0.0] * depth, [0.0] * depth
         # In probabilities that the draft stated: of all that it drafted, and what came of it; by level, of the paths
         # that went on to it, and what it added to the whole.
         self.stated = self.stood = PRIOR * (tokens - 1)
         self.going, self.brought = [0.0] * depth, [0.0] * depth
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    def rate(self, prior: float) -> float:
+        """Tokens a second, the plan counted as so many rounds."""
+        tokens, seconds = self.planned
+        return (self.tokens + prior * tokens) / (self.seconds + prior * seconds)
 
     def gain(self, level: int, going: float) -> float:
         """Tokens that a level after ``level`` is expected to add, if the draft states ``going`` of its paths."""
@@ -199,7 +201,7 @@ class Auto(Proposer):
         self.ways = [_Shown(plan, way) for way in plan.ways]
 
     def propose(self, draft: Draft, pick: Pick | None) -> Proposal:
-        self.rate = max(shown.rate for shown in self.ways)
+        self.rate = max(shown.rate(PRIOR) for shown in self.ways)
         self.shown, self.levels = self._choose(), 1
         self.masses: list[tuple[float, float]] = []
         beams, self.most = self.shown.way.beams, self.spec.most_levels
@@ -221,7 +223,7 @@ class Auto(Proposer):
         """The way of the best rate; now and then, the one longest untried."""
         assert self.shapes is not None
         if len(self.shapes) % self.spec.probe_every < self.spec.probe_every - 1:
-            return max(self.ways, key=lambda shown: shown.rate)
+            return max(self.ways, key=lambda shown: shown.rate(STEADY))
         last = {beams: number for number, (beams, _) in enumerate(self.shapes)}
         return min(self.ways, key=lambda shown: last.get(shown.way.beams, -1))
 
