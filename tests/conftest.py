@@ -175,8 +175,8 @@ def tree(**changes) -> TreeSpec:
 
 def auto(**changes) -> AutoSpec:
     """Of a machine on which a level costs a tenth of a pass, whether of a chain or of a tree."""
-    ways = [Way(beams, 0.1, 0.1, [0.5] * 6) for beams in (1, 4)]
-    plan = asdict(Plan(width=16, verify=1.0, rest=0.0, ways=ways))
+    ways = [Way(beams, [1 + 0.1 * levels for levels in range(1, 7)], [0.5] * 6) for beams in (1, 4)]
+    plan = asdict(Plan(width=16, ways=ways))
     shape = {"most_levels": 6, "beams": [1, 4], "widths": [16], "confident": True, "probe_every": 4, "cache": ""}
     return AutoSpec(name="auto", **({"plan": plan} | shape | SHORT | changes))
 

@@ -34,14 +34,13 @@ class Way:
     """What it costs and brings to draft with so many beams: 1, a chain; more, a tree that fills the pass.
 
     Attributes:
-        first: seconds of drafting one level.
-        level: seconds of each further level.
+        seconds: of a round, by levels drafted. A level costs more than its own products: what it reads of the draft
+            takes the place of the target's weights in the processor's cache.
         survival: by depth, how often the target's token was drafted there after it was one level before.
     """
 
     beams: int
-    first: float
-    level: float
+    seconds: list[float]
     survival: list[float]
 
 
@@ -51,13 +50,9 @@ class Plan:
 
     Attributes:
         width: tokens of every verification pass, chosen for its rate.
-        verify: seconds of such a pass.
-        rest: seconds of a round but for pass and drafting.
     """
 
     width: int
-    verify: float
-    rest: float
     ways: list[Way]
 
     @classmethod
@@ -74,15 +69,10 @@ class Plan:
                 f"decode.plan: not a plan ({error}); give provenance.plan of a summary, or null"
             ) from error
 
-    def seconds(self, way: Way, levels: int) -> float:
-        """Of a round."""
-        return self.verify + self.rest + way.first + (levels - 1) * way.level
-
     def best(self, way: Way) -> tuple[float, float]:
         """Tokens and seconds of a round that always drafts as deep as has the best rate."""
         tokens = [1 + sum(accumulate(way.survival[:levels], mul)) for levels in range(len(way.survival) + 1)]
-        rounds = [(tokens[levels], self.seconds(way, levels)) for levels in range(1, len(tokens))]
-        return max(rounds, key=lambda of: of[0] / of[1])
+        return max(zip(tokens[1:], way.seconds, strict=True), key=lambda of: of[0] / of[1])
 
     @property
     def rate(self) -> float:
@@ -129,7 +119,7 @@ class AutoSpec(DecodeSpec):
 
     def _fits(self, plan: Plan) -> None:
         made = {"beams": [way.beams for way in plan.ways] == list(self.beams), "widths": plan.width in self.widths}
-        made["most_levels"] = all(len(way.survival) == self.most_levels for way in plan.ways)
+        made["most_levels"] = all(len(way.survival) == len(way.seconds) == self.most_levels for way in plan.ways)
         if wrong := [key for key, fits in made.items() if not fits]:
             value = getattr(self, wrong[0])
             raise UserError(f"decode.plan: not made for decode.{wrong[0]}={value}; give null to measure anew")
@@ -214,7 +204,7 @@ class Auto(Proposer):
         assert self.shapes is not None
         shown = self.shown
         self.shapes.append([shown.way.beams, self.levels])
-        shown.learn(verdict.accepted, self.levels, self.plan.seconds(shown.way, self.levels))
+        shown.learn(verdict.accepted, self.levels, shown.way.seconds[self.levels - 1])
         if self.masses:
             shown.stated += self.masses[-1][0]
             shown.stood += verdict.accepted
@@ -238,6 +228,7 @@ class Auto(Proposer):
         if level == self.most:
             return False
         gain = shown.gain(level, going_on) if self.spec.confident else shown.blind_gain(level)
-        pays = gain >= self.rate * shown.way.level
+        before, after = shown.way.seconds[level - 1 : level + 1]
+        pays = gain >= self.rate * (after - before)
         self.levels += pays
         return pays

@@ -1,8 +1,8 @@
-"""The plan of ``decode=auto``: what passes and drafts of each size cost here, and how much of a draft survives.
+"""The plan of ``decode=auto``: what rounds of each shape cost here, and how much of a draft survives.
 
-A few short answers at each width and number of beams, for the shares and the seconds of a round, and repeated drafts
-of two depths, for the seconds of a level. The width with the best rate is chosen for the whole run, since passes of
-different widths round differently and all arms must say the same.
+A few short answers for each width, number of beams and some depths. Costs are taken from whole rounds: on its own, a
+draft finds its weights in the processor's cache, and so does a pass of the target. The width with the best rate is
+chosen for the whole run, since passes of different widths round differently and all arms must say the same.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import statistics
+import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from tracedraft import chat
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.auto import AutoSpec, Plan, Way
 from tracedraft.config import plain
-from tracedraft.decode import ChainSpec, DecodeSpec, TreeSpec, respond
+from tracedraft.decode import respond
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
@@ -33,7 +33,7 @@ PROMPTS = (
     "A shop sells pens at 3 dollars each and gives every fifth one for free. What do 23 pens cost?",
 )
 TOKENS = 64  # of an answer
-REPEATS = 15  # of a draft, of which the median counts
+TIMED = (1, 2, 3)  # levels beside the most; between them a round's seconds are taken to rise evenly
 
 
 def planned(spec: AutoSpec, served: Served, draft: Draft, weights: str | None, meter: Meter) -> AutoSpec:
@@ -47,6 +47,7 @@ def planned(spec: AutoSpec, served: Served, draft: Draft, weights: str | None, m
     file = Path(spec.cache) / "plans" / f"{_identity(spec, served, weights)}.json"
     if file.exists():
         return dataclasses.replace(spec, plan=json.loads(file.read_text()))
+    print("decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr)
     plan = dataclasses.asdict(measured(spec, served, draft, meter))
     text = json.dumps(plan, indent=1)
     write_atomically(file, lambda path: path.write_text(text), "choose another paths.cache")
@@ -60,29 +61,33 @@ def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan
 
 
 def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter) -> Plan:
-    ways, passes, rests = [], [], []
+    ways = []
     for beams in spec.beams:
-        shape = _shape(spec, width, beams, spec.most_levels)
-        answers = _answers(shape, served, draft, meter)
-        way = Way(beams, *_drafting(spec, width, beams, draft, meter), _shares(answers, spec.most_levels))
-        seconds = [answer.seconds for answer in answers]
-        rounds = sum(answer.rounds for answer in answers)
-        passes.append(sum(by_phase["verify"] for by_phase in seconds) / rounds)
-        served_in = sum(sum(by_phase.values()) - by_phase["prefill"] for by_phase in seconds) / rounds
-        rests.append(served_in - passes[-1] - way.first - (shape.depth - 1) * way.level)
-        ways.append(way)
-    return Plan(width, min(passes), max(min(rests), 0.0), ways)
+        timed, answers = {}, []
+        for levels in sorted({min(levels, spec.most_levels) for levels in (*TIMED, spec.most_levels)}):
+            answers = _answers(_shape(spec, width, beams, levels), served, draft, meter)
+            seconds = sum(sum(answer.seconds.values()) - answer.seconds["prefill"] for answer in answers)
+            timed[levels] = max(seconds / sum(answer.rounds for answer in answers), *timed.values(), 0.0)
+        seconds = np.interp(range(1, spec.most_levels + 1), list(timed), list(timed.values()))
+        ways.append(Way(beams, seconds.tolist(), _shares(answers, spec.most_levels)))
+    return Plan(width, ways)
 
 
-def _shape(spec: AutoSpec, width: int, beams: int, levels: int) -> DecodeSpec:
-    common: dict[str, Any] = spec.common | {"max_new_tokens": min(TOKENS, spec.max_new_tokens)}
-    if beams == 1:
-        return ChainSpec(**common, chain_length=min(levels, width - 1))
-    nodes = min(width, 1 + beams + (levels - 1) * beams**2)
-    return TreeSpec(**common, tree_nodes=nodes, tree_depth=levels, tree_top_k=beams)
+def _shape(spec: AutoSpec, width: int, beams: int, levels: int) -> AutoSpec:
+    """Always so many levels, in passes of that width: nothing costs more than nothing."""
+    free = Plan(width, [Way(beams, [1.0] * levels, [0.5] * levels)])
+    return dataclasses.replace(
+        spec,
+        max_new_tokens=min(TOKENS, spec.max_new_tokens),
+        most_levels=levels,
+        beams=[beams],
+        widths=[width],
+        confident=False,
+        plan=dataclasses.asdict(free),
+    )
 
 
-def _answers(shape: DecodeSpec, served: Served, draft: Draft, meter: Meter) -> list[Response]:
+def _answers(shape: AutoSpec, served: Served, draft: Draft, meter: Meter) -> list[Response]:
     fixed = FixedSpec("fixed").build(None, 0)
     prompts = [chat.encode(served.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
     return [respond(served.target, draft, fixed, prompt, shape, key, meter) for key, prompt in enumerate(prompts)]
@@ -96,23 +101,6 @@ def _shares(answers: list[Response], levels: int) -> list[float]:
         survived, tested = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
         shares.append((survived + 1) / (tested + 2))
     return shares
-
-
-def _drafting(spec: AutoSpec, width: int, beams: int, draft: Draft, meter: Meter) -> tuple[float, float]:
-    """Median seconds of one level, and of each further one, after the last response."""
-    deep = _shape(spec, width, beams, min(4, spec.most_levels))
-    flat = _shape(spec, width, beams, 1)
-
-    def seconds(shape: DecodeSpec) -> float:
-        meter.start()
-        with meter.phase("propose"):
-            shape.proposer().propose(draft, None)
-        return meter.stop()["propose"]
-
-    pairs = [(seconds(flat), seconds(deep)) for _ in range(REPEATS)]
-    first = statistics.median(one for one, _ in pairs)
-    further = max(deep.depth - flat.depth, 1)
-    return first, max(statistics.median(more - one for one, more in pairs), 0.0) / further
 
 
 def _identity(spec: AutoSpec, served: Served, weights: str | None) -> str:
