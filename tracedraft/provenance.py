@@ -27,7 +27,8 @@ def provenance() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": list(sys.argv),
         "versions": {"python": platform.python_version(), "tracedraft": __version__}
-        | {name: _version(name) for name in ("torch", "transformers", "hydra-core", "wandb")},
+        | {"torch": torch.__version__}  # which says the build, as a wheel's metadata need not
+        | {name: _version(name) for name in ("transformers", "hydra-core", "wandb")},
         "git": git_state(PACKAGE.parent),
         "hardware": {
             "platform": platform.platform(),
