@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
@@ -211,3 +213,28 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     statistic = ((observed - expected).square() / expected).sum()
     freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.fixture
+def plain_environment(monkeypatch, tmp_path):
+    """No setting of the caller's, and folders of the test's own; Hydra as it was before."""
+    for name in ("TRACEDRAFT_DATA", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACEDRAFT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("TRACEDRAFT_CACHE", str(tmp_path / "cache"))
+    state = Singleton.get_state()
+    yield
+    GlobalHydra.instance().clear()
+    Singleton.set_state(state)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Sweeps run on ``Here``, a fresh class of it."""
+    from launch_cases import Here
+
+    class Mine(Here):
+        served, made = [], []
+
+    monkeypatch.setattr("tracedraft.launch.command.Pool", Mine)
+    return Mine

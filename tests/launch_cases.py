@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from tracedraft import cli
+from tracedraft import cli, records
 from tracedraft.launch.ledger import LEDGER, State, read_ledger
 from tracedraft.launch.plan import Run
 from tracedraft.launch.pool import Hand
@@ -117,3 +117,21 @@ def command(*arguments: str) -> int:
         return int(left.code or 0)
     finally:
         sys.argv = before
+
+
+def runs_in(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob(f"*/{records.SUMMARY}")}
+
+
+def said(run: Path) -> bytes:
+    """All that a run found out: nothing in an acceptance run's records depends on the clock."""
+    return (run / records.CONVERSATIONS).read_bytes()
+
+
+def failing(pool: type[Here], seeds: set[int], status: str) -> None:
+    def answer(self, task):
+        if task["config"]["seed"] in seeds:
+            return {"status": status, "reason": "lost to a test", "retry": True}
+        return Here.answer(self, task)
+
+    pool.answer = answer
