@@ -36,7 +36,7 @@ bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random we
 bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers
 	$(BIN)/python analysis/bench_sweep.py
 
-audit: $(READY) ## every adapter against the target alone, token by token (15 minutes on two cores)
+audit: $(READY) ## every adapter against the target alone, token by token (15 to 20 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit
 
 test: $(READY) ## the tests
