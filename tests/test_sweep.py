@@ -14,9 +14,7 @@ from pathlib import Path
 
 import launch_cases
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.singleton import Singleton
-from launch_cases import Faulty, command, states
+from launch_cases import Faulty, command, said, states
 
 from tracedraft import records
 from tracedraft.launch import pool as pools
@@ -27,16 +25,7 @@ from tracedraft.launch.ledger import LEDGER, _events
 TWO = ("launcher.workers=2", "launcher.cpus_per_worker=1", "threads=1")
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch, tmp_path):
-    for name in ("TRACEDRAFT_DATA", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRACEDRAFT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("TRACEDRAFT_CACHE", str(tmp_path / "cache"))
-    state = Singleton.get_state()
-    yield
-    GlobalHydra.instance().clear()
-    Singleton.set_state(state)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +52,6 @@ def folder(tmp_path) -> Path:
 
 def events(folder: Path, kind: str) -> list[dict]:
     return [event for event in _events(folder / LEDGER) if event["event"] == kind]
-
-
-def said(run: Path) -> bytes:
-    return (run / records.CONVERSATIONS).read_bytes()
 
 
 def test_a_single_run_and_a_dry_run_never_start_ray(tmp_path):
