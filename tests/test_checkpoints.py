@@ -18,7 +18,7 @@ from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.models.decoder import DecoderConfig
 from tracedraft.models.eagle3_layouts import Eagle3Config, Layout, Reading, TapIds, VocabMap
-from tracedraft.training.objective import chain
+from tracedraft.models.unroll import chain, every_slot
 
 CLOSE = {"rtol": 0, "atol": 1e-4}  # the golden files' own tolerance, at logits of size ~10
 NAMINGS = ("safeailab", "safeailab.bin", "speculators", "vllm")
@@ -167,7 +167,7 @@ def test_norm_before_residual(naming, golden_decoder, tmp_path):
     for model in (forced, load(changed(folder, norm_before_residual=True))):
         batch = golden_batch(model)
         embedding = golden_decoder.embed_tokens.weight
-        for k, hidden in enumerate(chain(model, embedding, batch.tokens, batch.taps, 3)):
+        for k, hidden in enumerate(chain(model, embedding, batch.tokens, batch.taps, every_slot(batch.tokens, 3))):
             logits = model.lm_head(model.norm(hidden))[0]
             torch.testing.assert_close(logits, expected[k, : 23 - k], **CLOSE)
         # the golden training rows begin with the golden prompt
@@ -206,7 +206,7 @@ def test_training_chains_as_drafting_does_with_normed_outputs(golden_decoder, tm
     proposal, expected = draft.propose(3), golden_tensors("eagle3_tiny")
     tokens = torch.cat((expected["input_tokens"], proposal.tokens))[None]
     taps = torch.cat((expected["features"], torch.zeros(4, 96)))[None]
-    for k, hidden in enumerate(chain(model, golden_decoder.embed_tokens.weight, tokens, taps, 3)):
+    for k, hidden in enumerate(chain(model, golden_decoder.embed_tokens.weight, tokens, taps, every_slot(tokens, 3))):
         torch.testing.assert_close(hidden[0, 11], proposal.features[k], **CLOSE)
 
 

@@ -9,7 +9,8 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import ChainSpec, respond
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.models import eagle3
-from tracedraft.training.objective import OBJECTIVES, HeadLoss
+from tracedraft.models.losses import HeadLoss
+from tracedraft.training.objective import OBJECTIVES
 from tracedraft.training.replay import Tally, hits, replay, spans
 
 

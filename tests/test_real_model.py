@@ -148,6 +148,8 @@ class Oracle(Draft):
     def resume(self, rows: Tensor) -> None:
         self.at += len(rows)
 
+    def student(self) -> None: ...
+
     def propose(self, length: int, pick=None) -> Proposal:
         ahead = self.text[self.at : self.at + length]
         return Proposal(torch.tensor(ahead + [0] * (length - len(ahead))))

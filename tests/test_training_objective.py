@@ -9,9 +9,9 @@ import torch
 from conftest import golden_folder, golden_json, golden_tensors, recompute
 
 from tracedraft.models import eagle3
+from tracedraft.models.unroll import chain, every_slot
 from tracedraft.training.objective import (
     Batch,
-    chain,
     teacher_of_hidden,
     training_time_test,
     weighted,
@@ -67,7 +67,9 @@ def test_golden_logits_of_each_step(golden_model, golden_decoder):
     """Losses could agree by luck of averaging. The last k+1 slots have no next token; the reference pads."""
     model, expected = golden_model("eagle3_tiny"), golden_tensors("eagle3_tiny")
     batch = golden_batch(model)
-    steps = list(chain(model, golden_decoder.embed_tokens.weight, batch.tokens, batch.taps, 3))
+    steps = list(
+        chain(model, golden_decoder.embed_tokens.weight, batch.tokens, batch.taps, every_slot(batch.tokens, 3))
+    )
     for k, hidden in enumerate(steps):
         n = 24 - 1 - k
         assert hidden.shape[1] == n

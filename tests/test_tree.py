@@ -433,6 +433,8 @@ def test_a_draft_without_trees_says_so():
 
         def resume(self, rows: Tensor) -> None: ...
 
+        def student(self) -> None: ...
+
         def propose(self, length: int, pick=None) -> Proposal:
             return Proposal(torch.zeros(length, dtype=torch.long))
 

@@ -16,6 +16,7 @@ from tracedraft.interfaces import Draft, InnerAdapter, Pick, Target
 from tracedraft.meter import Meter
 from tracedraft.prefix import Prefix, prefill, prefill_plainly
 from tracedraft.rejection import picker, verify_rejection
+from tracedraft.transcript import Transcript
 from tracedraft.types import Evidence, Mismatch, Proposal, Response, TargetPass, Update, Verdict
 from tracedraft.verify import Sampling, choose, score_gap, verify_chain, verify_tree
 
@@ -258,12 +259,14 @@ def respond(
     key: int,
     meter: Meter,
     prefix: Prefix | None = None,
+    transcript: Transcript | None = None,
 ) -> Response:
     """Answer ``prompt`` [L] token by token as the target alone would, whatever draft and adapter do.
 
     Args:
         key: of the sampling noise; see ``verify.noise_key``.
         prefix: of the conversation's earlier turns with this draft; None: of none.
+        transcript: where the target's outputs are kept for learning between requests; None: nowhere.
     """
     sampling = spec.sampling(key)
     meter.start()
@@ -272,11 +275,14 @@ def respond(
         capacity = spec.capacity(len(prompt), target.context)
         target.begin(capacity, spec.width, spec.prefill_chunk)
         draft.begin(capacity)
-        root, hidden, slots = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
+        filled = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
+        root, hidden, slots, taps = filled
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
     with meter.phase("observe"):
         adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[1:][rows])))
+        if transcript:
+            transcript.begin(prompt, root, taps, hidden)
     while not tally.ended:
         with meter.phase("update"):
             if update := adapter.maybe_update(tally.rounds):
@@ -284,9 +290,8 @@ def respond(
         with meter.phase("propose"):
             position = len(prompt) + len(tally.tokens)
             proposal = proposer.propose(draft, picker(sampling, position))
-            drafted = proposal.tokens
         with meter.phase("verify"):
-            passed = target.verify(torch.cat((root, drafted)), proposal.tree)
+            passed = target.verify(torch.cat((root, proposal.tokens)), proposal.tree)
             found = verdict(passed.logits, proposal, sampling, position)
             kept = tally.keep(found)
             proposer.learn(found)
@@ -300,6 +305,8 @@ def respond(
             if proposal.features is not None:
                 tested = rows[: found.tested]
                 adapter.observe(Evidence("chain", proposal.features[tested], _teacher(passed.logits, tested)))
+            if transcript:
+                transcript.add(passed, found, len(kept))
     with meter.phase("observe"):
         adapter.end_response()
     return tally.response(meter.stop(), spec.max_new_tokens, proposer.shapes)

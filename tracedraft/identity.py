@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tracedraft.adapters.both import BothSpec
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.types import Conversation
 
@@ -48,6 +49,8 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
         return known[key]
 
     conversations, data = once("prompts", lambda: specs["workload"].load(), "workload")
+    if isinstance(specs["adapter"], BothSpec):
+        specs["adapter"].outer.check_stream(len(conversations), cfg.measure == "time")
     once("fit", lambda: specs["draft"].check(specs["target"].shape()), "target", "draft")
     contents = {
         "target": once("weights", lambda: specs["target"].provenance()["sha256"], "target"),

@@ -13,13 +13,26 @@ from typing import Any
 from torch import Tensor
 
 from tracedraft.errors import UserError
-from tracedraft.types import Conversation, Evidence, OutputHead, Proposal, TargetPass, TargetShape, Tree, Update
+from tracedraft.types import (
+    Conversation,
+    Evidence,
+    Lesson,
+    OutputHead,
+    Predictions,
+    Proposal,
+    TargetPass,
+    TargetShape,
+    Tree,
+    Update,
+)
 
 Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # Asked after each level of a proposal: whether to draft another, given how many there are, and the cumulative
 # log-probabilities of the nodes [m] that would be proposed now, and of those [k] that would go on. After the
 # last level the answer changes nothing.
 More = Callable[[int, Tensor, Tensor], bool]
+# Loss [n] of logits [n, D] against a teacher's probabilities [n, D], and its gradient [n, D]; see ``models.losses``.
+Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Target(ABC):
@@ -114,10 +127,37 @@ class Draft(ABC):
             more: ends it earlier; None: nothing does.
         """
 
+    @abstractmethod
+    def student(self) -> Student | None:
+        """A trainable copy of all its weights as they are now; None for a draft without any."""
+
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
         """Draft a tree of ``nodes`` rows, the last committed token counted; see ``models.tree.grow``. May write
         ``(depth - 1) * top_k`` cache rows after the true ones, and leaves no trace either."""
         raise UserError("decode=tree: this draft proposes chains only; use decode=chain")
+
+
+class Student(ABC):
+    """A draft's whole network while it learns between requests: fp32 masters apart from the weights that are served.
+
+    Attributes:
+        vocab: [D] target id of each draft id.
+        weights: the masters by name, leaves that autograd fills the gradients of.
+    """
+
+    vocab: Tensor
+    weights: dict[str, Tensor]
+
+    @abstractmethod
+    def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
+        """Σ weights · objective over the asked predictions, with gradients for the masters."""
+
+    @abstractmethod
+    def serve(self) -> str:
+        """From its next response on, the draft proposes by the masters as they are now.
+
+        Its head becomes a new one, so whoever trains it must be built anew. Returns the sha256 of what is served.
+        """
 
 
 class DraftSpec(ABC):
@@ -179,6 +219,50 @@ class InnerAdapterSpec(ABC):
     @abstractmethod
     def build(self, head: OutputHead | None, seed: int) -> InnerAdapter:
         """Raises UserError if the draft has no head and the adapter needs one."""
+
+
+class OuterAdapter(ABC):
+    """Learns between requests from completed responses, the whole draft. Never sees what an inner adapter changed."""
+
+    @abstractmethod
+    def observe(self, lesson: Lesson) -> None:
+        """Take in one answered turn."""
+
+    @abstractmethod
+    def begin_conversation(self, conversation: Conversation) -> bool:
+        """Bring the draft for it into service. Returns whether that is another one than before."""
+
+    @abstractmethod
+    def end_conversation(self, seconds: float | None) -> dict[str, Any] | None:
+        """Between two requests: learn, if it is time to.
+
+        Args:
+            seconds: that the conversation took to serve; None where nothing is timed.
+
+        Returns:
+            what became of it, for the record, and whether the draft's weights are others now as ``served``; None
+            where nothing was due.
+        """
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What must outlast a restart, but for the weights: what is kept of lessons, and counts."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Any]:
+        """Weights and optimisers, which change only where ``end_conversation`` says so."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None) -> None:
+        """Back to where both were taken, and the draft serves it; None: nothing was learnt until then."""
+
+
+class OuterAdapterSpec(ABC):
+    name: str
+
+    @abstractmethod
+    def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
+        """Raises UserError if the draft has nothing to train."""
 
 
 class WorkloadSpec(ABC):

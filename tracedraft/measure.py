@@ -8,7 +8,6 @@ import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from tracedraft import chat, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
+from tracedraft.arms import Arm, build_arms, keep, resume
 from tracedraft.auto import AutoSpec
 from tracedraft.calibrate import planned
 from tracedraft.config import plain
 from tracedraft.decode import DecodeSpec, audit, respond, respond_plainly
 from tracedraft.errors import UserError
 from tracedraft.identity import identify
-from tracedraft.interfaces import Draft, InnerAdapter
+from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.prefix import Prefix
 from tracedraft.progress import Progress
@@ -33,21 +33,13 @@ from tracedraft.provenance import provenance
 from tracedraft.recorded import replaying
 from tracedraft.target import Served
 from tracedraft.tracking import open_tracker, sigterm_as_exit
+from tracedraft.transcript import Transcript
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
 
 WARM_UP_TOKENS = 24
 PLAIN = "plain"  # the arm without a draft
 ALL_THREADS = torch.get_num_threads()
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One (adapter, draft state) under measurement. Arms share the target and nothing else."""
-
-    name: str
-    draft: Draft
-    adapter: InnerAdapter
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
             done = stream(bench, arms, conversations, Progress(len(conversations), names), record, tracker.log)
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
-            summary = {**names, **conclusion(done, arms[1].adapter), "provenance": {**origin, **attempts}}
+            summary = {**names, **conclusion(done, arms[1]), "provenance": {**origin, **attempts}}
             record.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
@@ -141,16 +133,16 @@ def with_plan(
     return dataclasses.replace(bench, decode=decode), {"plan": decode.plan}
 
 
-def conclusion(done: list[dict[str, Any]], adapter: InnerAdapter) -> dict[str, Any]:
+def conclusion(done: list[dict[str, Any]], arm: Arm) -> dict[str, Any]:
     """The summary's numbers."""
     numbers, bounds = summaries.summarise(done), summaries.intervals(done)
     reasons = numbers["null_reasons"] | bounds.pop("null_reasons")
-    if adapter.state() is not None:
+    if arm.state() is not None:
         bounds["interval_caveat"] = (
             "the learner keeps what it learns, so its conversations depend on each other: "
             "compare three or more orders (workload.seed) before trusting the interval"
         )
-    learner = {"drift": done[-1]["drift"] if done else {}, "anchor_lambda": adapter.anchor_lambda()}
+    learner = {"drift": done[-1]["drift"] if done else {}, "anchor_lambda": arm.adapter.anchor_lambda()}
     return {**numbers, **bounds, **learner, "null_reasons": reasons}
 
 
@@ -192,14 +184,6 @@ def loaded(spec: Any) -> Served:
     return _LOADED[key]
 
 
-def build_arms(specs: dict[str, Any], served: Served, seed: int) -> tuple[list[Arm], dict[str, str | None]]:
-    arms, origin = [], {}
-    for name, adapter in (("fixed", FixedSpec("fixed")), ("adapted", specs["adapter"])):
-        draft, origin = specs["draft"].build(served.target)
-        arms.append(Arm(name, draft, adapter.build(draft.head, seed)))
-    return arms, origin
-
-
 def check_cache(bench: Bench, drafts: list[Draft], conversations: list[Conversation]) -> None:
     """Raises UserError when the KV caches of the longest conversation cannot fit into memory."""
     target, tokenizer, longest = bench.served.target, bench.served.tokenizer, 0
@@ -230,7 +214,7 @@ def stream(
     progress.resume(done)
     for index, record in enumerate(done):  # each attempt is a W&B run of its own, and the newest shows all
         mirror(rows.row(record), index)
-    resume(arms, run)
+    resume(arms, run, bench.seed)
     if len(done) == len(conversations):
         return done
     for arm in arms if bench.recordings is None else ():
@@ -238,28 +222,12 @@ def stream(
     with progress:
         for index, conversation in enumerate(conversations[len(done) :], len(done)):
             record = converse(bench, arms, conversation, index, progress.response)
-            for arm in arms:
-                if state := arm.adapter.state():
-                    run.keep_learner(index + 1, partial(torch.save, state))
+            keep(arms, run, index + 1, record["outer"])
             run.append(record)
             done.append(record)
             mirror(rows.row(record), index)
             progress.conversation(record)
     return done
-
-
-def resume(arms: list[Arm], run: records.RunDir) -> None:
-    """Give the learner back what it knew after the last record.
-
-    Raises:
-        UserError: its state is gone, so that the stream can't go on.
-    """
-    for arm in arms:
-        if run.done and arm.adapter.state():
-            file = run.learner()
-            if file is None:
-                raise UserError(f"{run.path}: the learner's state after conversation {len(run.done)} is missing")
-            arm.adapter.load_state(torch.load(file, weights_only=True))
 
 
 def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> None:
@@ -306,17 +274,23 @@ def converse(
     order = [*by_name, *([PLAIN] if bench.plain else [])][:: 1 if index % 2 == 0 else -1]
     turns: list[dict[str, Any]] = []
     for arm in arms:
-        arm.adapter.begin_conversation()
+        arm.begin_conversation(conversation, bench.seed)
 
     def answer(turn: int, prompt: list[int], key: int) -> str:
         answers = {}
         for name in order:
-            answers[name] = response_of(bench, by_name.get(name), prompt, key, prefixes.get(name))
+            arm = by_name.get(name)
+            transcript = Transcript() if arm and arm.outer else None
+            answers[name] = response_of(bench, arm, prompt, key, prefixes.get(name), transcript)
+            if arm and arm.outer and transcript:
+                arm.outer.observe(transcript.lesson(conversation.domain))
             report(name, answers[name])
         turns.append(turn_record(bench, turn, prompt, answers, key))
         return turns[-1]["text"]
 
     refused = serve(bench, conversation, answer)
+    adapted = [turn["arms"]["adapted"]["seconds"] for turn in turns]
+    seconds = None if bench.recordings else sum(sum(each.values()) for each in adapted)
     return {
         "index": index,
         "id": conversation.id,
@@ -326,20 +300,30 @@ def converse(
         "refused": refused,
         "turns": turns,
         "drift": arms[1].adapter.drift(),
+        "outer": arms[1].end_conversation(seconds, bench.seed),
     }
 
 
-def response_of(bench: Bench, arm: Arm | None, prompt: list[int], key: int, prefix: Prefix | None) -> Response:
+def response_of(
+    bench: Bench,
+    arm: Arm | None,
+    prompt: list[int],
+    key: int,
+    prefix: Prefix | None,
+    transcript: Transcript | None = None,
+) -> Response:
     """One arm's response; None: the arm without a draft."""
     target = bench.served.target
     if arm is None:
         return respond_plainly(target, prompt, bench.decode, key, bench.meter, prefix)
     if bench.recordings is None:
-        return respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix)
+        return respond(target, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix, transcript)
     replayed = replaying(bench.served, arm.draft, prompt, bench.decode, key, bench.recordings)
     known = bench.replays if arm.name == "fixed" else {}
     if replayed.name not in known:
-        response = respond(replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix)
+        response = respond(
+            replayed, arm.draft, arm.adapter, prompt, bench.decode, key, bench.meter, prefix, transcript
+        )
         if response.tokens != replayed.tokens:
             raise UserError(
                 f"{bench.recordings / replayed.name}.safetensors: its replay says something else than was "

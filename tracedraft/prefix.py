@@ -26,7 +26,7 @@ class Prefix:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[Tensor] = []  # [..., L, E] of the target's cache, and of the draft's
-        self.outputs: list[Tensor] = []  # [L, H] the target's hidden states, and the draft's slots
+        self.outputs: list[Tensor] = []  # [L, …] the target's hidden states, the draft's slots, the target's taps
 
     def resume(self, prompt: Sequence[int], chunk: int, models: Sequence[Target | Draft]) -> int:
         """Give ``models`` back what they would compute again: how many tokens of ``prompt``.
@@ -44,7 +44,7 @@ class Prefix:
     def keep(
         self, prompt: Sequence[int], models: Sequence[Target | Draft], outputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Note what ``models`` have of ``prompt`` now. Returns what they put out for all of it, [L, H] each, given
+        """Note what ``models`` have of ``prompt`` now. Returns what they put out for all of it, [L, …] each, given
         ``outputs`` for what was not known."""
         self.tokens, self.rows = list(prompt), [model.rows(len(prompt)) for model in models]
         known = self.outputs or [output[:0] for output in outputs]
@@ -54,11 +54,12 @@ class Prefix:
 
 def prefill(
     target: Target, draft: Draft, prompt: Sequence[int], chunk: int, sampling: Sampling, prefix: Prefix
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Consume ``prompt`` [L] from where ``prefix`` ends.
 
     Returns:
-        the response's first token [1]; the target's hidden states [L, H] and the draft's slots [L, H].
+        the response's first token [1]; the target's hidden states [L, H], the draft's slots [L, H] and the target's
+        taps [L, taps*H].
     """
     known = prefix.resume(prompt, chunk, (target, draft))
     seen = target.prefill(prompt[known:])
@@ -66,8 +67,8 @@ def prefill(
     following = torch.cat((root.new_tensor(prompt[known + 1 :]), root))
     pieces = zip(seen.taps.split(chunk), following.split(chunk), strict=True)
     slots = torch.cat([draft.extend(taps, tokens) for taps, tokens in pieces])
-    hidden, slots = prefix.keep(prompt, (target, draft), (seen.hidden, slots))
-    return root, hidden, slots
+    hidden, slots, taps = prefix.keep(prompt, (target, draft), (seen.hidden, slots, seen.taps))
+    return root, hidden, slots, taps
 
 
 def prefill_plainly(target: Target, prompt: Sequence[int], chunk: int, sampling: Sampling, prefix: Prefix) -> Tensor:

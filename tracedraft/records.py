@@ -2,8 +2,9 @@
 
 A run directory holds ``config.yaml`` (resolved), ``attempts.jsonl`` (provenance of each process that worked on
 it, the file that the one at work locks), ``conversations.jsonl`` (one record a line, in order), while it goes on
-the learner's state, and at the end ``summary.json`` and, if asked for, that state as ``learner.pt``. This is the
-source of truth; everything else that shows a run is made from it.
+the learner's state (what one between requests made of the draft, apart), and at the end ``summary.json`` and, if
+asked for, that state as ``learner.pt`` and ``draft.pt``. This is the source of truth; everything else that shows a
+run is made from it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tracedraft.errors import UserError
 from tracedraft.files import exclusive, unwritable, write_atomically
 
 CONFIG, CONVERSATIONS, SUMMARY = "config.yaml", "conversations.jsonl", "summary.json"
-ATTEMPTS, LEARNER = "attempts.jsonl", "learner.pt"
+ATTEMPTS, LEARNER, DRAFT = "attempts.jsonl", "learner.pt", "draft.pt"
 
 
 class TruncatedRecord(UserWarning):
@@ -93,10 +94,27 @@ class RunDir:
         for number in range(count - 1):
             self._learner(number).unlink(missing_ok=True)
 
+    def keep_draft(self, count: int, write: Callable[[Path], object]) -> None:
+        """Keep the draft that serves after ``count`` conversations, before ``keep_learner`` does the rest.
+
+        A crash before the last record is appended finds the draft before; older ones are dropped.
+
+        Raises:
+            UserError: the disk refused it.
+        """
+        write_atomically(self.path / f"draft-{count:05d}.pt", write, _CHOOSE)
+        for file in sorted(self.path.glob("draft-*.pt"))[:-2]:
+            file.unlink()
+
     def learner(self) -> Path | None:
         """The file that belongs to the last record of ``done``; None without one."""
         file = self._learner(len(self.done))
         return file if file.exists() else None
+
+    def draft(self) -> Path | None:
+        """The draft that served after the last record of ``done``; None: the one of the start."""
+        upto = f"draft-{len(self.done):05d}.pt"
+        return max((file for file in self.path.glob("draft-*.pt") if file.name <= upto), default=None)
 
     def _learner(self, count: int) -> Path:
         return self.path / f"learner-{count:05d}.pt"
@@ -114,11 +132,12 @@ class RunDir:
         text = json.dumps(summary, allow_nan=False, indent=1) + "\n"
         write_atomically(self.path / SUMMARY, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
         # After the summary: a run that is cut off before it must find the state under its number.
-        states = sorted(self.path.glob("learner-*.pt"))
-        if keep_learner and states:
-            states.pop().replace(self.path / LEARNER)
-        for file in states:
-            file.unlink()
+        for pattern, kept in (("learner-*.pt", LEARNER), ("draft-*.pt", DRAFT)):
+            states = sorted(self.path.glob(pattern))
+            if keep_learner and states:
+                states.pop().replace(self.path / kept)
+            for file in states:
+                file.unlink()
 
     def close(self) -> None:
         self._lines.close()
@@ -188,7 +207,16 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 def last_learner(path: Path) -> Path | None:
     """The learner's last state that a run in ``path`` left: kept at its end, or of its last conversation."""
-    files = [*sorted(path.glob("learner-*.pt")), path / LEARNER]
+    return _last(path, LEARNER)
+
+
+def last_draft(path: Path) -> Path | None:
+    """The same of the draft that a learner between requests made."""
+    return _last(path, DRAFT)
+
+
+def _last(path: Path, name: str) -> Path | None:
+    files = [*sorted(path.glob(name.replace(".", "-*."))), path / name]
     return next((file for file in reversed(files) if file.exists()), None)
 
 

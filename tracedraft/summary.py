@@ -33,6 +33,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     fixed, fixed_reasons = summarise_arm([turn["arms"]["fixed"] for turn in turns])
     paired, paired_reasons = _compare_arms(turns)
     plainly, plain_reasons = _plainly(turns)
+    outer, outer_reasons = _outer(records, adapted)
     return {
         **adapted,
         **paired,
@@ -41,11 +42,35 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "refused": {"count": len(refused), "ids": refused},
         "fixed": fixed,
         **plainly,
+        **outer,
         "null_reasons": reasons
         | {f"fixed.{k}": v for k, v in fixed_reasons.items()}
         | paired_reasons
-        | plain_reasons,
+        | plain_reasons
+        | outer_reasons,
     }
+
+
+def _outer(records: list[dict[str, Any]], adapted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was learnt between requests, and throughput with the time for it; empty where nobody did."""
+    found = [record["outer"] for record in records if record.get("outer")]
+    if not found:
+        return {}, {}
+    untimed = any(outer["seconds"] is None for outer in found)
+    seconds = None if untimed else sum(outer["seconds"] for outer in found)
+    wall = None if seconds is None else sum(adapted["seconds"].values()) + seconds
+    numbers = {
+        "outer": {
+            "blocks": len(found),
+            "committed": sum(outer["committed"] for outer in found),
+            "rolled_back": dict(Counter(outer["reason"] for outer in found if not outer["committed"])),
+            "seconds": seconds,
+        },
+        "tokens_per_s_with_training": _ratio(adapted["tokens"], wall) if wall is not None else None,
+    }
+    why = "no time was measured"
+    unmeasured = ["outer.seconds", "tokens_per_s_with_training"] if untimed else []
+    return numbers, dict.fromkeys(unmeasured, why)
 
 
 def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -239,3 +239,45 @@ class Response:
     updates: list[Update] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     shapes: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One answered turn as serving computed it, for learning between requests. M = L + N - 1 tokens were consumed.
+
+    Attributes:
+        tokens: [M+1] int64, the prompt and its answer.
+        taps: [M, taps*H] and hidden: [M, H] of the target at each but the last.
+        prompt: L.
+        rejected: [R, 2] int64 (slot, step): the draft's prediction at that step of the chain from that slot was
+            tested and refused. Its teacher is the target's at position slot + step + 1.
+        domain: of its conversation.
+    """
+
+    tokens: Tensor
+    taps: Tensor
+    hidden: Tensor
+    prompt: int
+    rejected: Tensor
+    domain: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.tokens, self.taps, self.hidden, self.rejected))
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions of a lesson that a student is taught: made at step ``steps`` of the chain from slot ``slots``.
+
+    Attributes:
+        slots, steps: [n] int64.
+        weights: [n] fp32, of each in the loss.
+        teacher: [m, D] probabilities over the draft vocabulary, and which of its rows each is taught: rows [n].
+    """
+
+    slots: Tensor
+    steps: Tensor
+    weights: Tensor
+    teacher: Tensor
+    rows: Tensor

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from tracedraft.drafts.eagle3 import TRAINED, Eagle3Draft
+from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.models.decoder import Decoder, DecoderConfig, KVCache
@@ -71,7 +71,6 @@ class PairSpec:
         shape = eagle3.Eagle3Config(self.config, self.draft_vocab_size, self.hidden_size, len(target.taps), False)
         model = self._random(eagle3.Eagle3, shape, target.device)
         model.set_vocab(torch.arange(self.draft_vocab_size, device=target.device))
-        pack(model, keep=TRAINED)
         return Eagle3Draft(model, target.model.embed_tokens.weight)
 
     def _random(self, kind: Callable[..., Model], config: object, device: torch.device) -> Model:

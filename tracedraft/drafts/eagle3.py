@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tracedraft.config import ASSETS
+from tracedraft.drafts.eagle3_student import Eagle3Student
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
@@ -30,11 +31,28 @@ class Eagle3Draft(Draft):
     """Its KV cache keeps true slots only: rows that a proposal writes are overwritten by the next true ones."""
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
-        self.model, self.embedding = model, embedding
+        self.embedding = embedding
+        self._serve(model)
+
+    def _serve(self, model: eagle3.Eagle3) -> None:
+        """Packs it, in place."""
+        pack(model, keep=TRAINED)
+        self.model = model
         norm, weight = model.norm.weight.detach(), model.lm_head.weight.detach()
         self._head = OutputHead(norm, weight, model.norm.eps, model.vocab)
         if can_pack(model.lm_head):
             self._head.product = PackedProduct()
+
+    def student(self) -> Eagle3Student:
+        dtype = self.model.norm.weight.dtype
+
+        def publish(learnt: eagle3.Eagle3) -> str:
+            served = copy.deepcopy(learnt).requires_grad_(False).to(dtype)
+            digest = weights.sha256_of_tensors(served.state_dict())
+            self._serve(served)
+            return digest
+
+        return Eagle3Student(copy.deepcopy(self.model), self.embedding, publish)
 
     @property
     def head(self) -> OutputHead:
@@ -189,7 +207,6 @@ class Eagle3Spec(Reading, DraftSpec):
         dtype = DTYPES[self.dtype] if self.dtype else like.dtype
         origin = self.provenance()
         model = copy.deepcopy(_pristine(self, folder, dtype, like.device, origin["sha256"]))
-        pack(model, keep=TRAINED)
         embedding, whose = like.to(dtype), "the target's"
         if model.embed_tokens is not None:
             own = model.embed_tokens.weight.data
@@ -250,7 +267,6 @@ class LogitLensSpec(DraftSpec):
         self.check(target.shape)
         embedding = target.model.embed_tokens.weight
         model = lens(target, self.draft_vocab_size, self.seed).to(embedding)
-        pack(model, keep=TRAINED)
         return Eagle3Draft(model, embedding), self.provenance()
 
 

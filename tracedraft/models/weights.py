@@ -7,7 +7,7 @@ import hashlib
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -216,6 +216,15 @@ def sha256_of(files: list[Path], cache: Path) -> str:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     with contextlib.suppress(UserError):  # a cache that cannot be written costs time only
         write_atomically(memo, lambda path: path.write_text(digest.hexdigest()), _CHOOSE)
+    return digest.hexdigest()
+
+
+def sha256_of_tensors(state: Mapping[str, Tensor]) -> str:
+    """Content hash of named tensors, bit for bit."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tracedraft.models.eagle3 import Eagle3
-from tracedraft.training.objective import chain
+from tracedraft.models.unroll import chain, every_slot
 
 
 @dataclass
@@ -57,7 +57,8 @@ class Tally:
 def hits(model: Eagle3, embedding: Tensor, tokens: Tensor, taps: Tensor, depths: int) -> Tensor:
     """[K, B, T] whether the chain from slot i says token i+2+k at step k; past the end of a row, no."""
     right = torch.zeros(depths, *tokens.shape, dtype=torch.bool)
-    for k, features in enumerate(chain(model, embedding, tokens, taps, depths)):
+    slots = every_slot(tokens, depths)
+    for k, features in enumerate(chain(model, embedding, tokens, taps, slots)):
         said = model.vocab[model.lm_head(model.norm(features)).argmax(dim=-1)]
         n = features.shape[1] - 1
         right[k, :, :n] = (said[:, :n] == tokens[:, 2 + k :]).cpu()

@@ -1,0 +1,80 @@
+"""Online speculative decoding (OSD, arXiv 2310.07177): the whole draft learns where it was refused.
+
+With ``objective=all`` it is what the OnlineSPEC repository calls OSD-EAGLE: the draft's offline loss over a block.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tracedraft.adapters.blocks import BlockSpec, Learnt, Rule
+from tracedraft.adapters.lessons import Classroom
+from tracedraft.adapters.steps import Optimizer, Steps
+from tracedraft.interfaces import Student
+from tracedraft.types import Lesson
+
+
+@dataclass(frozen=True)
+class OsdSpec(BlockSpec):
+    """Gradient steps on each block.
+
+    Attributes:
+        optimizer, lr, momentum, beta1, beta2, weight_decay, epochs, batch: see ``steps.Steps``.
+        keep_optimizer: its state outlasts the block, as in OSD; the OnlineSPEC code loses it.
+    """
+
+    optimizer: Optimizer
+    lr: float
+    momentum: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    epochs: int
+    batch: int | None
+    keep_optimizer: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps.check("adapter.outer")
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(
+            self.optimizer, self.lr, self.momentum, self.beta1, self.beta2, self.weight_decay, self.epochs,
+            self.batch, self.clip,
+        )  # fmt: skip
+
+    @property
+    def copies(self) -> int:
+        """The masters, those of the start and of the block before, and what the optimiser keeps."""
+        return 3 + self.steps.moments
+
+    def rule(self, student: Student) -> Rule:
+        return StepRule(self.steps, student, self.keep_optimizer)
+
+
+class StepRule(Rule):
+    """One optimiser over the student's weights."""
+
+    def __init__(self, steps: Steps, student: Student, keep_optimizer: bool):
+        self.steps, self.student, self.keep = steps, student, keep_optimizer
+        self.optimizer = steps.build(student.weights)
+
+    def learn(self, room: Classroom, lessons: Sequence[Lesson]) -> Learnt:
+        if not self.keep:
+            self.optimizer = self.steps.build(self.student.weights)
+        # The first step of a whole block measures the same on its way.
+        before = None if self.steps.batch is None else room.loss(lessons)
+        losses, norms = self.steps.take(self.optimizer, room, lessons)
+        loss = losses[0] if before is None and losses else (before if before is not None else float("nan"))
+        broken = any(value != value for value in losses)
+        return Learnt(float("nan") if broken else loss, len(losses), {"grad_norms": norms})
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.optimizer.state_dict())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)

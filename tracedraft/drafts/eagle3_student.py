@@ -1,0 +1,58 @@
+"""EAGLE-3 learning between requests, through the chain that inference rolls out (training-time test, 2503.01840)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracedraft.interfaces import Objective, Student
+from tracedraft.models.eagle3 import Eagle3
+from tracedraft.models.losses import HeadLoss
+from tracedraft.models.unroll import chain
+from tracedraft.types import Lesson, Predictions
+
+
+class Eagle3Student(Student):
+    """A prediction at step k from a slot is made through k steps of the draft's own outputs."""
+
+    def __init__(self, model: Eagle3, embedding: Tensor, publish: Callable[[Eagle3], str]):
+        """
+        Args:
+            model: this student's own, at the served precision.
+            embedding: [V, H], which is not trained.
+            publish: brings a copy of the model into service, and says its sha256.
+        """
+        self.served, self.embedding, self._publish = model.norm.weight.dtype, embedding, publish
+        self.model = model.float().requires_grad_(True)
+        self.vocab = model.vocab
+        self.weights = dict(model.named_parameters())
+
+    def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
+        device = self.embedding.device
+        tokens, taps = lesson.tokens[None].to(device), lesson.taps[None].to(device).float()
+        depth = int(asked.steps.max()) + 1
+        # A step needs the outputs of all slots that go deeper.
+        slots = [asked.slots[asked.steps >= k].unique() for k in range(depth)]
+        total = taps.new_zeros(())
+        with self._precision():
+            for k, outputs in enumerate(chain(self.model, self.embedding, tokens, taps, slots)):
+                mine = asked.steps == k
+                if not bool(mine.any()):
+                    continue
+                features = outputs[0, torch.searchsorted(slots[k], asked.slots[mine])]
+                teacher = asked.teacher[asked.rows[mine]]
+                head = self.model.lm_head.weight
+                part, _ = HeadLoss.apply(self.model.norm(features), head, teacher, asked.weights[mine], objective)
+                total = total + part
+        return total
+
+    def serve(self) -> str:
+        return self._publish(self.model)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        """Products at the served precision, where that is a low one."""
+        low = self.served is not torch.float32
+        return torch.autocast(self.embedding.device.type, self.served) if low else contextlib.nullcontext()
