@@ -40,7 +40,15 @@ class Toy(WorkloadSpec):
 
 def common(*sizes: int, **changes) -> dict[str, Any]:
     sources = {letter: Toy(letter, size) for letter, size in zip("abc", sizes, strict=False)}
-    return {"name": "toy", "sources": sources, "repeat": False, "seed": 0, "split": "all", "note": ""} | changes
+    return {
+        "name": "toy",
+        "sources": sources,
+        "repeat": False,
+        "limit": None,
+        "seed": 0,
+        "split": "all",
+        "note": "",
+    } | changes
 
 
 def smooth(*sizes: int, seed: int = 0, **changes) -> SmoothSpec:
@@ -62,6 +70,9 @@ def test_a_sharp_stream_is_one_source_after_the_other():
     assert ids(spec) == ["a/0", "a/1", "b/0", "b/1", "b/2", "c/0", "c/1", "c/2", "c/3"]
     provenance = spec.load()[1]
     assert provenance["switches"] == [2, 5]
+    short = SharpSpec(**common(5, 3, 4, limit=4), lengths={"a": 2, "b": 9, "c": 4})  # 9 of b, but for the limit
+    assert ids(short) == ids(spec)[:4]
+    assert short.load()[1]["switches"] == [2]
     assert provenance["sources"] == {name: {"sha256": name} for name in "abc"}
 
 
@@ -129,6 +140,7 @@ def test_the_hash_is_of_what_is_served_and_its_order():
     [
         ("workload.lengths.a=0", "workload.lengths.a=0: expected 1 or more, or null for all"),
         ("+workload.lengths.c=3", "workload.lengths: has a, b, c; expected the sources, a, b"),
+        ("workload.limit=0", "workload.limit=0: expected 1 or more, or null for the whole stream"),
         ("workload.sources.b.limit=0", "workload.sources.b.limit=0: expected 1 or more"),
         ("workload.sources.b.limit=few", "workload.sources.b.limit: "),
         ("workload.split=train", "workload.sources.a.split=train: expected one of all, dev, test"),

@@ -24,6 +24,7 @@ class StreamSpec(WorkloadSpec):
         sources: workloads by names of your choice, whose order counts.
         repeat: a source that runs out begins again; ``occurrence`` then tells the showings of a conversation apart,
             and so does the sampling noise. Otherwise no conversation comes twice.
+        limit: the stream ends after so many conversations; None: where it ends by itself.
         seed: of the mixture, and of the order of each source that says no other.
         split: of each source that says no other.
         note: a caveat about the stream, shown with its provenance.
@@ -32,6 +33,7 @@ class StreamSpec(WorkloadSpec):
     name: str
     sources: dict[str, Any]  # of WorkloadSpec; OmegaConf merges no frozen spec into a typed field
     repeat: bool
+    limit: int | None
     seed: int
     split: str
     note: str
@@ -43,6 +45,8 @@ class StreamSpec(WorkloadSpec):
         for name, source in self.sources.items():
             if not isinstance(source, WorkloadSpec):
                 raise UserError(f"workload.sources.{name}: expected a workload, as `gsm8k@sources.{name}` makes one")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"workload.limit={self.limit}: expected 1 or more, or null for the whole stream")
 
     @abstractmethod
     def order(self, sizes: dict[str, int]) -> list[str]:
@@ -63,7 +67,7 @@ class StreamSpec(WorkloadSpec):
             UserError: a source can't be had, or has too few conversations for a stream without ``repeat``.
         """
         loaded = {name: source.load() for name, source in self.sources.items()}
-        order = self.order({name: len(conversations) for name, (conversations, _) in loaded.items()})
+        order = self.order({name: len(conversations) for name, (conversations, _) in loaded.items()})[: self.limit]
         if not self.repeat:
             for name, wanted in Counter(order).items():
                 self._check_supply(name, wanted, len(loaded[name][0]))
