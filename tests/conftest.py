@@ -68,7 +68,8 @@ def option(group: str, name: str) -> DictConfig:
     assert isinstance(node, DictConfig)
     for wrapped, _, key in (str(line).partition("@") for line in node.pop("defaults", [])):
         if key:
-            node[key] = OmegaConf.load(folder / f"{wrapped}.yaml")
+            own = OmegaConf.select(node, key) or {}
+            OmegaConf.update(node, key, OmegaConf.merge(OmegaConf.load(folder / f"{wrapped}.yaml"), own))
     return node
 
 

@@ -81,7 +81,9 @@ def test_every_group_has_options():
 def test_every_option_lists_its_whole_spec_and_builds(group, option):
     stated = raw(CONF / group / f"{option}.yaml")
     assert stated["name"] == option
-    wrapped = {str(line).partition("@")[2] for line in stated.pop("defaults", []) if "@" in str(line)}
+    wrapped = {
+        str(line).partition("@")[2].partition(".")[0] for line in stated.pop("defaults", []) if "@" in str(line)
+    }
     assert stated.keys() - {"_target_"} | wrapped == fields_of(stated["_target_"])
     spec = build_spec(composed(f"{group}={option}")[group], group)
     built, expected = plain(spec), fixed_values(stated)

@@ -200,12 +200,13 @@ def measured(cfg, folder):
 
 
 def prompts(folder: Path) -> Path:
-    """A stand-in for every workload's file."""
+    """A stand-in for every workload's file, as long as streams need it."""
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    lines = "".join(json.dumps({"id": f"q/{i}", "turns": ["Who?", "Why?"]}) + "\n" for i in range(40))
-    for file in (shipped_dir("conf") / "workload").glob("*.yaml"):
-        (data / OmegaConf.load(file).file).write_text(lines)
+    for yaml in (shipped_dir("conf") / "workload").glob("*.yaml"):
+        if file := OmegaConf.load(yaml).get("file"):
+            rows = ({"id": f"{yaml.stem}/{i}", "turns": ["Who?", "Why?"]} for i in range(300))
+            (data / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return data
 
 

@@ -64,7 +64,9 @@ def build_spec(node: DictConfig, key: str) -> Any:
         resolved = OmegaConf.to_container(node, resolve=True)
         assert isinstance(resolved, dict)
         resolved.pop("_target_")
-        nested = {n: build_spec(node[n], f"{key}.{n}") for n, v in resolved.items() if _is_spec(v)}
+        nested = {
+            name: _nested(node[name], f"{key}.{name}") for name, value in resolved.items() if _holds_specs(value)
+        }
         merged = OmegaConf.merge(OmegaConf.structured(cls), resolved | nested)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -75,6 +77,27 @@ def build_spec(node: DictConfig, key: str) -> Any:
 
 def _is_spec(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
+
+
+def _holds_specs(value: Any) -> bool:
+    return _is_spec(value) or (isinstance(value, dict) and any(map(_is_spec, value.values())))
+
+
+def _nested(node: DictConfig, key: str) -> Any:
+    """The spec, or the specs by name, inside another."""
+    if "_target_" not in node:
+        return {name: _inner(node[name], f"{key}.{name}") for name in node}
+    return _inner(node, key)
+
+
+def _inner(node: DictConfig, key: str) -> Any:
+    try:
+        return build_spec(node, key)
+    except UserError as error:  # which names the spec's keys as if it were the whole group
+        group, message = key.partition(".")[0], str(error)
+        if message.startswith(f"{group}.") and not message.startswith(f"{key}."):
+            message = f"{key}{message.removeprefix(group)}"
+        raise UserError(message) from error
 
 
 def plain(value: Any) -> Any:

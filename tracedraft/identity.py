@@ -25,7 +25,7 @@ class Identity:
     specs: dict[str, Any]
     settings: dict[str, Any]
     conversations: list[Conversation]
-    data: dict[str, str | None]
+    data: dict[str, Any]
     fingerprint: str
 
 

@@ -269,5 +269,6 @@ class WorkloadSpec(ABC):
     name: str
 
     @abstractmethod
-    def load(self) -> tuple[list[Conversation], dict[str, str | None]]:
-        """The conversations in order, and their provenance: source, path or id, revision, sha256."""
+    def load(self) -> tuple[list[Conversation], dict[str, Any]]:
+        """The conversations in order, and their provenance: source, path or id, revision, sha256, and what else the
+        workload has to say of itself."""
