@@ -63,14 +63,21 @@ def all_cores():
 
 def option(group: str, name: str) -> DictConfig:
     """A YAML of a config group, with the options that it wraps in their places."""
-    folder = shipped_dir("conf") / group
-    node = OmegaConf.load(folder / f"{name}.yaml")
+    conf = shipped_dir("conf")
+    node = OmegaConf.load(conf / group / f"{name}.yaml")
     assert isinstance(node, DictConfig)
     for wrapped, _, key in (str(line).partition("@") for line in node.pop("defaults", [])):
         if key:
             own = OmegaConf.select(node, key) or {}
-            OmegaConf.update(node, key, OmegaConf.merge(OmegaConf.load(folder / f"{wrapped}.yaml"), own))
+            file = conf / f"{wrapped[1:] if wrapped.startswith('/') else f'{group}/{wrapped}'}.yaml"
+            OmegaConf.update(node, key, OmegaConf.merge(OmegaConf.load(file), own))
     return node
+
+
+def adapters(inner: bool) -> list[str]:
+    """Names of the adapters that learn inside responses alone, or else of those that learn between them too."""
+    files = sorted((shipped_dir("conf") / "adapter").glob("*.yaml"))
+    return [file.stem for file in files if ("/outer/" not in file.read_text()) is inner]
 
 
 def in_child(action: Callable[[], object], seconds: float | None) -> bool:

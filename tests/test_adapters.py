@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from adapter_cases import BASE, DTYPES, D, H, V, evidence, make, make_head, no_teacher, same, serve, snapshot
-from conftest import option
+from conftest import adapters, option
 from torch import Tensor
 
 from tracedraft.adapters.fixed import FixedSpec
@@ -22,11 +22,11 @@ from tracedraft.adapters.trace import (
     Selection,
     Supervision,
 )
-from tracedraft.config import build_spec, shipped_dir
+from tracedraft.config import build_spec
 from tracedraft.errors import UserError
 from tracedraft.types import Evidence
 
-YAMLS = sorted(shipped_dir("conf").joinpath("adapter").glob("*.yaml"))
+INNER = adapters(inner=True)
 
 
 # Fixed, Reset and Persistent
@@ -384,18 +384,18 @@ def test_settings_that_cannot_work_name_their_key(changes):
         make(make_head(), **changes)
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
-def test_every_yaml_lists_every_field_and_builds(path):
-    node = option("adapter", path.stem)
+@pytest.mark.parametrize("name", INNER)
+def test_every_yaml_lists_every_field_and_builds(name):
+    node = option("adapter", name)
     spec = build_spec(node, "adapter")
     assert set(node) == {"_target_"} | {f.name for f in dataclasses.fields(spec)}
-    assert spec.name == path.stem
+    assert spec.name == name
     head = make_head(torch.bfloat16)
     adapter = spec.build(head, 0)
     shown = [evidence(70, head, source) for source in ("prompt", "response", "chain")]
     update = serve(adapter, *shown, round=5) or serve(adapter, *shown, round=8)
-    assert update is None if path.stem == "fixed" else update.committed
+    assert update is None if name == "fixed" else update.committed
 
 
 def test_yamls_are_there():
-    assert {"fixed", "reset", "persistent", "reset_published", "reset_lowrank"} <= {path.stem for path in YAMLS}
+    assert {"fixed", "reset", "persistent", "reset_published", "reset_lowrank"} <= set(INNER)

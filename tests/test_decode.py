@@ -7,10 +7,9 @@ from itertools import count, product
 
 import pytest
 import torch
-from conftest import CPU, auto, chain, golden_json, plain_greedy, tiny, tree
+from conftest import CPU, adapters, auto, chain, golden_json, plain_greedy, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lens, respond_with
 
-from tracedraft.config import shipped_dir
 from tracedraft.decode import audit, respond
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft
@@ -19,7 +18,7 @@ from tracedraft.target import LlamaTarget
 from tracedraft.types import Proposal, Response
 from tracedraft.verify import noise_key
 
-YAMLS = sorted((shipped_dir("conf") / "adapter").glob("*.yaml"))
+INNER = adapters(inner=True)
 
 
 def plain(target: LlamaTarget, prompt: list[int], spec) -> list[int]:
@@ -48,41 +47,41 @@ def proposals_of(draft: Draft) -> list[list[int]]:
 # Contract 1: lossless
 
 
-@pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens"])
 @pytest.mark.parametrize("shape", [chain, tree, auto])
-def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, yaml):
+def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, name):
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
         draft = lens(golden_target) if kind == "lens" else golden_draft(kind)
         probe = draft.head.norm.new_ones(1, len(draft.head.norm))
         before = draft.head.logits(probe)
-        adapter = adapter_spec(yaml.stem).build(draft.head, 0)
+        adapter = adapter_spec(name).build(draft.head, 0)
         adapter.begin_conversation()
         made = respond_with(golden_target, draft, adapter, case["prompt"], shape=shape, max_new_tokens=60)
         assert made.tokens == case["hf_greedy"][:60] == plain_greedy(golden_target, case["prompt"], 60)
         committed = sum(update.committed for update in made.updates)
         assert torch.equal(draft.head.logits(probe), before) == (committed == 0)
-        if yaml.stem == "fixed":
+        if name == "fixed":
             assert made.updates == []
         else:
             assert committed >= 2, made.updates
 
 
-@pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("length", [1, 4, 7])
-def test_bf16_output_is_the_targets_own_at_the_served_shapes(yaml, length):
+def test_bf16_output_is_the_targets_own_at_the_served_shapes(name, length):
     """Exact by constant shapes, in the precision in which near-ties are common."""
     target, spec = tiny("bfloat16").target, chain(chain_length=length, max_new_tokens=80)
     draft = lens(target, 200)
-    adapter = adapter_spec(yaml.stem).build(draft.head, 0)
+    adapter = adapter_spec(name).build(draft.head, 0)
     adapter.begin_conversation()
     prompt = list(b"Why is the sky blue?")
     made = respond(target, draft, adapter, prompt, spec, 0, Meter(CPU))
     assert made.tokens == plain(target, prompt, spec)
     assert made.accepted > 0
     assert audit(target, prompt, made.tokens, spec, 0) == []
-    assert sum(update.committed for update in made.updates) >= 2 or yaml.stem == "fixed"
+    assert sum(update.committed for update in made.updates) >= 2 or name == "fixed"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -90,8 +89,8 @@ def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, g
     """Common random numbers: arms are paired token by token, chains, trees and what changes between them too."""
     made, sampling = set(), {"temperature": temperature, "top_p": 0.95}
     for draft in (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target)):
-        for yaml, shape in product(YAMLS, (chain, tree, auto)):
-            adapter = adapter_spec(yaml.stem).build(draft.head, 0)
+        for name, shape in product(INNER, (chain, tree, auto)):
+            adapter = adapter_spec(name).build(draft.head, 0)
             made.add(tuple(respond_with(golden_target, draft, adapter, key=99, shape=shape, **sampling).tokens))
     assert len(made) == 1
     other = respond_with(golden_target, draft, FIXED.build(None, 0), key=98, **sampling)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, chain, option
+from conftest import CPU, adapters, chain, option
 from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -250,11 +250,8 @@ def test_a_second_turn_goes_on_from_the_first_bit_for_bit(request, dtype, thread
     assert torch.equal(made[0][1][..., :128, :], made[2][1][..., :128, :])
 
 
-ADAPTERS = sorted(path.stem for path in (shipped_dir("conf") / "adapter").glob("*.yaml"))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", adapters(inner=True))
 def test_the_audit_in_small(served_bf16, name, temperature):
     """`make audit` over one conversation, for every adapter that ships."""
     target, prompt = served_bf16.target, prompts(served_bf16, 1)[0]

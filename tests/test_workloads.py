@@ -85,6 +85,14 @@ def test_shuffle_is_a_permutation_fixed_by_its_seed(folder: Path) -> None:
     assert first == ids(spec(folder, seed=1))  # nor does it hang on the order in the file
 
 
+def test_a_pool_is_the_same_for_every_seed(folder: Path) -> None:
+    orders = [ids(spec(folder, pool=20, seed=seed)) for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert len({frozenset(order) for order in orders}) == 1
+    assert len(orders[0]) == 20
+    assert ids(spec(folder, pool=1000, seed=1)) == ids(spec(folder, seed=1))
+
+
 @pytest.mark.parametrize("order", ["shuffle", "file"])
 @pytest.mark.parametrize("limit", [1, 7, 60, 1000])
 def test_limit_takes_a_prefix(folder: Path, order: str, limit: int) -> None:

@@ -42,6 +42,7 @@ class PromptsSpec(WorkloadSpec):
         hub_file: one file of the dataset to read instead of its declared splits, or None.
         hub_where: keep the rows whose fields have these values.
         turns: one ``str.format`` template a turn, over the fields of a wheel or hub row.
+        pool: draw from so many of the prompts, the same whatever the seed; None: from all.
         limit: at most so many conversations, taken after ordering; None: all.
         seed: of the shuffle. The run's own seed does not touch the order.
         order: "shuffle" or "file".
@@ -65,6 +66,7 @@ class PromptsSpec(WorkloadSpec):
     hub_file: str | None
     hub_where: dict[str, Any]
     turns: list[str]
+    pool: int | None
     limit: int | None
     seed: int
     order: str
@@ -75,7 +77,7 @@ class PromptsSpec(WorkloadSpec):
 
     def __post_init__(self) -> None:
         """Raises UserError, so that a bad key is named when the spec is built, before any model loads."""
-        for key, value in (("limit", self.limit), ("max_turns", self.max_turns)):
+        for key, value in (("pool", self.pool), ("limit", self.limit), ("max_turns", self.max_turns)):
             if value is not None and value <= 0:
                 raise UserError(f"workload.{key}={value}: expected 1 or more, or null for all")
         for key, value, choices in (("order", self.order, ORDERS), ("split", self.split, SPLITS)):
@@ -114,6 +116,9 @@ class PromptsSpec(WorkloadSpec):
             rows = [row for row in rows if is_dev(row[0]) == (self.split == "dev")]
         if not rows:
             raise UserError(f"workload.split={self.split}: no prompt of {self.name} falls in it; use all")
+        if self.pool is not None:
+            drawn = {id for id, _ in sorted(rows, key=lambda row: _digest(f"pool {row[0]}"))[: self.pool]}
+            rows = [row for row in rows if row[0] in drawn]
         if self.order == "shuffle":
             rows = sorted(rows, key=lambda row: _digest(f"order {self.seed} {row[0]}"))
         conversations = [
