@@ -1,0 +1,119 @@
+"""Whole runs of learners between requests on the tiny pair, alone and over learners inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import adapters
+from run_cases import SAMPLED, composed, conversations, untimed
+
+from tracedraft import arms, measure, records
+from tracedraft.errors import UserError
+
+OUTER = ("workload=sample_math", "workload.limit=6", "adapter.outer.update_interval=2", "decode.max_new_tokens=40")
+
+
+def run(folder: Path, adapter: str, *overrides: str) -> dict:
+    often = ("adapter.inner.every=2", "adapter.inner.min_positions=1") if "_" in adapter else ()
+    cfg = composed(f"adapter={adapter}", *OUTER, *often, *overrides)
+    return measure.measure(cfg, folder, None)
+
+
+def learnt(folder: Path) -> list[str]:
+    """Hashes of the drafts that were served, block by block."""
+    return [r["outer"]["weights_sha256"] for r in conversations(folder) if r["outer"]]
+
+
+@pytest.mark.parametrize("sampled", [(), SAMPLED])
+@pytest.mark.parametrize("name", adapters(inner=False))
+def test_output_is_the_targets_own_while_both_loops_learn(tmp_path, name, sampled):
+    summary = run(tmp_path / "run", name, *sampled)
+    assert summary["lossless"] is True
+    assert (summary["mismatches"], summary["arms_differ"]) == (0, 0)
+    assert summary["outer"] | {"seconds": 0} == {"blocks": 3, "committed": 3, "rolled_back": {}, "seconds": 0}
+    assert summary["tokens_per_s_with_training"] < summary["tokens_per_s"]
+    assert len(set(learnt(tmp_path / "run"))) == 3
+    assert (summary["updates"]["committed"] > 0) == ("_" in name)
+
+
+@pytest.mark.parametrize("outer", ["osd", "optimistic", "ensemble"])
+def test_inner_learning_leaves_no_trace_in_the_outer_one(tmp_path, outer):
+    """Contract 4, where what is learnt does not hang on what the draft got wrong: bit by bit the same drafts."""
+    made = {}
+    for inner in ("", "_reset", "_persistent"):
+        folder = tmp_path / f"{outer}{inner}"
+        run(folder, f"{outer}{inner}", "adapter.outer.objective=all")
+        made[inner] = learnt(folder)
+    assert made[""] == made["_reset"] == made["_persistent"]
+
+
+def test_an_inner_learner_starts_anew_on_each_new_draft(tmp_path, monkeypatch):
+    drifts, end = [], arms.Arm.end_conversation
+
+    def noting(self, *args):
+        before, found = self.adapter.drift().get("weight"), end(self, *args)
+        if found:
+            drifts.append((before > 0, self.adapter.drift()["weight"]))
+        return found
+
+    monkeypatch.setattr(arms.Arm, "end_conversation", noting)
+    run(tmp_path / "run", "osd_persistent")
+    assert drifts == [(True, 0.0)] * 3
+
+
+@pytest.mark.parametrize("name", ["osd", "optimistic_reset", "ensemble_persistent"])
+@pytest.mark.parametrize("after", [3, 4])
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, name, after):
+    """In the middle of a block, and right after one: counts, losses and drafts are the uninterrupted run's."""
+    run(tmp_path / "whole", name)
+
+    append = records.RunDir.append
+
+    def some(self, record):
+        append(self, record)
+        if record["index"] + 1 == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(records.RunDir, "append", some)
+        run(tmp_path / "cut", name)
+    assert len(conversations(tmp_path / "cut")) == after
+    run(tmp_path / "cut", name)
+    one, other = untimed(tmp_path / "whole"), untimed(tmp_path / "cut")
+    for record in (*one, *other):
+        if record["outer"]:
+            record["outer"].pop("seconds")
+    assert one == other
+    assert sorted(path.name for path in (tmp_path / "cut").glob("*.pt")) == []
+
+
+def test_a_kept_learner_keeps_the_draft_too(tmp_path):
+    run(tmp_path / "run", "osd_persistent", "keep_learner=true")
+    weights = torch.load(tmp_path / "run" / records.DRAFT, weights_only=True)["weights"]
+    assert weights["lm_head.weight"].dtype is torch.float32
+    assert (tmp_path / "run" / records.LEARNER).exists()
+
+
+def test_acceptance_replays_the_same_learning(tmp_path):
+    """Recorded, without a clock: the same drafts and counts as a timed run, and no seconds."""
+    timed = run(tmp_path / "timed", "osd")
+    recorded = run(tmp_path / "recorded", "osd", "measure=acceptance", f"paths.recordings={tmp_path / 'recordings'}")
+    assert learnt(tmp_path / "timed") == learnt(tmp_path / "recorded")
+    assert recorded["tau"] == timed["tau"]
+    assert recorded["outer"]["seconds"] is None
+    assert recorded["null_reasons"]["tokens_per_s_with_training"] == "no time was measured"
+
+
+def test_a_block_longer_than_the_stream_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UserError, match=r"adapter\.outer\.update_interval=9: the stream has 6"):
+        run(tmp_path / "run", "osd", "adapter.outer.update_interval=9")
+    assert not (tmp_path / "run").exists()
+
+
+def test_streams_keep_their_domains(tmp_path):
+    run(tmp_path / "run", "osd", "workload=stream_sample", "workload.lengths={a:3,b:3}")
+    domains = [record["domain"] for record in conversations(tmp_path / "run")]
+    assert domains == sorted(domains, key=domains.index)
+    assert len(set(domains)) == 2
