@@ -14,8 +14,8 @@ from tracedraft.types import Lesson, Predictions
 
 
 class LmStudent(Student):
-    """What it says at a position depends on the tokens before alone, so that a prediction at step k from slot i is that
-    of slot i + k: every drafted token before it was accepted."""
+    """What it says depends on the tokens before alone, so that a prediction at step k from slot i is that
+    of slot i + k: all drafted tokens before it were accepted."""
 
     def __init__(self, model: Decoder, publish: Callable[[Decoder], str]):
         """
