@@ -8,6 +8,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import build_spec
 from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import LogitLensSpec
+from tracedraft.drafts.lm import FirstLayersSpec
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.target import LlamaTarget
@@ -33,6 +34,11 @@ def respond_with(target, draft, adapter, prompt=PROMPT, key=0, shape=chain, **ch
 
 def lens(target: LlamaTarget, size: int = 100) -> Draft:
     return LogitLensSpec("lens", size, 0).build(target)[0]
+
+
+def lm(target: LlamaTarget, layers: int = 6) -> Draft:
+    """A draft LM that is right now and then: the target without its last layers."""
+    return FirstLayersSpec("lm", layers).build(target)[0]
 
 
 def conversation(name: str) -> Conversation:

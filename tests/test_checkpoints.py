@@ -191,7 +191,7 @@ def test_norm_output_feeds_the_chain_normed_outputs(golden_decoder, tmp_path):
     fed, said = [], draft.propose(3)
     draft, _ = slots(load(folder), golden_decoder)
     plain = draft._slots
-    draft._slots = lambda features, tokens, start: fed.append(features) or plain(features, tokens, start)
+    draft._slots = lambda features, *rest: fed.append(features) or plain(features, *rest)
     assert torch.equal(draft.propose(3).tokens, said.tokens)
     assert said.tokens[0] == expected["chain_tokens_target"][0]
     for before, after in zip(said.features, fed, strict=False):

@@ -8,7 +8,7 @@ from itertools import count, product
 import pytest
 import torch
 from conftest import CPU, adapters, auto, chain, golden_json, plain_greedy, tiny, tree
-from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lens, respond_with
+from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lens, lm, respond_with
 
 from tracedraft.decode import audit, respond
 from tracedraft.errors import UserError
@@ -48,12 +48,13 @@ def proposals_of(draft: Draft) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens"])
+@pytest.mark.parametrize("kind", ["eagle3_e2e", "eagle3_tiny", "lens", "lm"])
 @pytest.mark.parametrize("shape", [chain, tree, auto])
 def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, kind, name):
     """In fp32, against decoding that recomputes everything for each token."""
     for case in golden_json("eagle3_e2e")["prompts"]:
-        draft = lens(golden_target) if kind == "lens" else golden_draft(kind)
+        own = {"lens": lens, "lm": lm}.get(kind)
+        draft = own(golden_target) if own else golden_draft(kind)
         probe = draft.head.norm.new_ones(1, len(draft.head.norm))
         before = draft.head.logits(probe)
         adapter = adapter_spec(name).build(draft.head, 0)
@@ -69,11 +70,11 @@ def test_greedy_output_is_the_targets_own(golden_target, golden_draft, shape, ki
 
 
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("length", [1, 4, 7])
-def test_bf16_output_is_the_targets_own_at_the_served_shapes(name, length):
+@pytest.mark.parametrize(("kind", "length"), [(lens, 1), (lens, 4), (lens, 7), (lm, 4)])
+def test_bf16_output_is_the_targets_own_at_the_served_shapes(name, kind, length):
     """Exact by constant shapes, in the precision in which near-ties are common."""
     target, spec = tiny("bfloat16").target, chain(chain_length=length, max_new_tokens=80)
-    draft = lens(target, 200)
+    draft = lens(target, 200) if kind is lens else lm(target)
     adapter = adapter_spec(name).build(draft.head, 0)
     adapter.begin_conversation()
     prompt = list(b"Why is the sky blue?")
@@ -88,7 +89,8 @@ def test_bf16_output_is_the_targets_own_at_the_served_shapes(name, length):
 def test_sampled_output_is_the_same_for_every_draft_and_adapter(golden_target, golden_draft, temperature):
     """Common random numbers: arms are paired token by token, chains, trees and what changes between them too."""
     made, sampling = set(), {"temperature": temperature, "top_p": 0.95}
-    for draft in (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target)):
+    drafts = (golden_draft("eagle3_e2e"), golden_draft("eagle3_tiny"), lens(golden_target), lm(golden_target))
+    for draft in drafts:
         for name, shape in product(INNER, (chain, tree, auto)):
             adapter = adapter_spec(name).build(draft.head, 0)
             made.add(tuple(respond_with(golden_target, draft, adapter, key=99, shape=shape, **sampling).tokens))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import CPU, auto, chain, recompute, tiny, tree
-from decode_cases import FIXED, PROMPT, adapter_spec, conversation, respond_with
+from decode_cases import FIXED, PROMPT, adapter_spec, conversation, lm, respond_with
 from torch import Tensor
 
 from tracedraft import measure
@@ -75,6 +75,7 @@ def test_fixed_leaves_every_weight_bit_identical(golden_target, golden_draft):
 NORM, HEAD = "draft.norm.weight", "draft.lm_head.weight"
 
 
+@pytest.mark.parametrize("kind", ["eagle3_e2e", "lm"])
 @pytest.mark.parametrize(
     ("name", "train", "moved"),
     [
@@ -86,9 +87,9 @@ NORM, HEAD = "draft.norm.weight", "draft.lm_head.weight"
         ("reset_lowrank", "head", set()),
     ],
 )
-def test_an_update_changes_what_it_trains_and_nothing_else(golden_target, golden_draft, name, train, moved):
+def test_an_update_changes_what_it_trains_and_nothing_else(golden_target, golden_draft, kind, name, train, moved):
     """The low-rank form keeps what it learns beside every tensor."""
-    draft = golden_draft("eagle3_e2e")
+    draft = lm(golden_target) if kind == "lm" else golden_draft(kind)
     adapter = adapter_spec(name, train=train).build(draft.head, 0)
     around = updates_of(adapter, lambda: everything(golden_target, draft))
     respond_with(golden_target, draft, adapter)
@@ -141,21 +142,22 @@ def test_same_seed_same_record_whatever_ran_before(name, temperature):
 # Contract 6: supervision is aligned
 
 
+@pytest.mark.parametrize("kind", ["eagle3_e2e", "lm"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("shape", [chain, tree, auto])
 def test_evidence_is_the_targets_answer_to_the_token_each_slot_consumed(
-    golden_target, golden_draft, shape, temperature
+    golden_target, golden_draft, shape, temperature, kind
 ):
     """Slot i holds (H_i, x_{i+1}); its teacher is z_{i+1}, and its features are what the draft makes of true
     features. Against full recomputation: float32 noise is 1e-5, a shift by one is off by several units."""
-    adapter, draft = FIXED.build(None, 0), golden_draft("eagle3_e2e")
+    adapter, draft = FIXED.build(None, 0), lm(golden_target) if kind == "lm" else golden_draft(kind)
     evidence = evidence_of(adapter)
     changes = {"temperature": temperature, "max_new_tokens": 50}
     made = respond_with(golden_target, draft, adapter, key=1, shape=shape, **changes)
     text = PROMPT + made.tokens
     evidence = [piece for piece in evidence if piece[0] != "chain"]
     taps, _, logits = recompute(golden_target, text)
-    draft.begin(128)
+    draft.begin(128, text[0])
     slots = draft.extend(taps[:-1], torch.tensor(text[1:]))
 
     assert [source for source, _, _ in evidence] == ["prompt"] + ["response"] * made.rounds

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import CPU, chain, tiny, tree
-from decode_cases import FIXED, adapter_spec, lens
+from decode_cases import FIXED, adapter_spec, lens, lm
 from run_cases import CHAT, composed, conversations, prompts_file
 from test_decode import YAMLS
 from torch import Tensor
@@ -35,7 +35,7 @@ def text(count: int, seed: int = 0) -> list[int]:
 def prefilled(target: LlamaTarget, draft, prompt: list[int], capacity: int, prefix: Prefix) -> list[Tensor]:
     """All that a prefill leaves: outputs, and the rows of both caches."""
     target.begin(capacity, 8, CHUNK)
-    draft.begin(capacity)
+    draft.begin(capacity, prompt[0])
     made = prefill(target, draft, prompt, CHUNK, GREEDY, prefix)
     size = len(prompt)
     return [*made, draft.last, target.rows(size).clone(), draft.rows(size).clone()]
@@ -66,15 +66,16 @@ def test_rows_kept_for_later_survive_a_cache_that_is_used_again():
     assert torch.equal(kept, before)
 
 
+@pytest.mark.parametrize("kind", [lens, lm])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("threads", "capacities"), [(1, (96, 96)), (1, (80, 200)), (1, (200, 113)), (2, (80, 200))])
-def test_a_resumed_prefill_is_the_whole_one_bit_for_bit(dtype, threads, capacities):
+def test_a_resumed_prefill_is_the_whole_one_bit_for_bit(dtype, threads, capacities, kind):
     """Whatever the lengths of both caches, and whatever the response in between wrote behind the prompt."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         target, shared = tiny(dtype).target, text(41)
-        draft, prefix = lens(target, 200), Prefix()
+        draft, prefix = kind(target), Prefix()
         prefilled(target, draft, [*shared, *text(9, seed=1)], capacities[0], prefix)
         for token in text(12, seed=2):
             target.verify(torch.tensor([token] * 8))
@@ -82,7 +83,7 @@ def test_a_resumed_prefill_is_the_whole_one_bit_for_bit(dtype, threads, capaciti
             draft.propose(5)
         longer = [*shared, *text(30, seed=3)]
         resumed = prefilled(target, draft, longer, capacities[1], prefix)
-        whole = prefilled(target, lens(target, 200), longer, capacities[1], Prefix())
+        whole = prefilled(target, kind(target), longer, capacities[1], Prefix())
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(resumed, whole, strict=True))

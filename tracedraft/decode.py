@@ -274,7 +274,7 @@ def respond(
     with meter.phase("prefill"):
         capacity = spec.capacity(len(prompt), target.context)
         target.begin(capacity, spec.width, spec.prefill_chunk)
-        draft.begin(capacity)
+        draft.begin(capacity, prompt[0])
         filled = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
         root, hidden, slots, taps = filled
     limit = min(spec.max_new_tokens, target.context - len(prompt))

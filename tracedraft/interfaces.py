@@ -103,8 +103,12 @@ class Draft(ABC):
         """Bytes that a row of its KV cache takes."""
 
     @abstractmethod
-    def begin(self, capacity: int) -> None:
-        """Start a response with an empty KV cache of ``capacity`` rows."""
+    def begin(self, capacity: int, first: int) -> None:
+        """Start a response with an empty KV cache of ``capacity`` slots.
+
+        Args:
+            first: the prompt's first token, which no slot consumes.
+        """
 
     @abstractmethod
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -12,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tracedraft.config import ASSETS
+from tracedraft.drafts.checkpoint import locate
 from tracedraft.drafts.eagle3_student import Eagle3Student
+from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
 from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
 from tracedraft.models.eagle3_layouts import Reading
 from tracedraft.models.packing import PackedProduct, can_pack, pack
-from tracedraft.models.tree import grow
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
 
@@ -63,7 +62,7 @@ class Eagle3Draft(Draft):
         layer = self.model.config.layer
         return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.norm.weight.element_size())
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, first: int | None = None) -> None:
         layer = self.model.config.layer
         like = self.model.norm.weight
         self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
@@ -87,50 +86,17 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
-        features, drafted, shares, outputs = self.last, [], [], []
-        totals = features.new_zeros(0, dtype=torch.float32)
-        for depth in range(length):
-            if depth:
-                features = self._slots(self.model.feedback(features), drafted[-1], self.length + depth - 1)
-            outputs.append(features)
-            logits = self.head.logits(features)
-            if pick is None:
-                index = logits.max(dim=1).indices  # argmax, which is slow in bf16
-            else:
-                index, share = pick(logits, depth)
-                shares.append(share)
-            drafted.append(self.head.vocab[index])
-            if more is not None:
-                said = logits.float().log_softmax(dim=1)[0, index]
-                totals = torch.cat((totals, totals[-1:] + said if depth else said))
-                if not more(depth + 1, totals, totals[-1:]):
-                    break
-        probabilities = torch.cat(shares) if shares else None
-        return Proposal(torch.cat(drafted), probabilities, self.head.vocab, torch.cat(outputs))
+        return roll_chain(self._fed_back, self.head, self.last, self.length, length, pick, more)
 
     @torch.inference_mode()
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
-        outputs, sees = [self.last], torch.zeros(1, 0, dtype=torch.bool, device=self.last.device)
+        return roll_tree(self._fed_back, self.head, self.last, self.length, nodes, depth, top_k, more)
 
-        def expand(ids: Tensor, origin: Tensor) -> Tensor:
-            nonlocal sees
-            own = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
-            start = self.length + sees.shape[1]
-            sees = torch.cat((sees[origin], own), dim=1)
-            position = self.length + len(outputs) - 1
-            tokens = self.head.vocab[ids]
-            outputs.append(self._slots(self.model.feedback(outputs[-1][origin]), tokens, start, (position, sees)))
-            return self.head.logits(outputs[-1])
+    def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int, beams: Beams | None) -> Tensor:
+        return self._slots(self.model.feedback(outputs), tokens, start, beams)
 
-        ids, tree, source = grow(self.head.logits(self.last), expand, nodes, depth, top_k, more)
-        return Proposal(self.head.vocab[ids], features=torch.cat(outputs)[source], tree=tree)
-
-    def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: tuple[int, Tensor] | None = None) -> Tensor:
-        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them.
-
-        Args:
-            beams: the position of all n, and which of the rows behind the true slots each sees [n, m].
-        """
+    def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: Beams | None = None) -> Tensor:
+        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
         layer = self.model.midlayer
         stop = start + len(tokens)
         rows = slice(start, stop)
@@ -176,24 +142,7 @@ class Eagle3Spec(Reading, DraftSpec):
 
     def folder(self) -> Path:
         """Where the checkpoint lies, fetched from the hub if need be."""
-        if self.path is None:
-            raise UserError(
-                "draft.path is not set, and the target names no eagle3 draft: give draft.path=FOLDER_OR_HUB_ID, "
-                "or draft=tiny for a dry run"
-            )
-        folder = ASSETS / self.path if "/" not in self.path else Path(self.path)
-        if folder.is_dir():
-            return folder
-        reason = "no such folder"
-        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.path):
-            try:
-                return _fetched(self.path, self.revision)
-            except Exception as error:  # the hub client raises many kinds, all meaning: not to be had
-                reason += f", and not on the hub: {str(error).splitlines()[0]}"
-        raise UserError(
-            f"draft.path={self.path!r}: {reason} (a name without a slash ships with the package, "
-            "./NAME lies here); python -m tracedraft.train makes one"
-        )
+        return locate(self.path, self.revision, "eagle3", "tiny")
 
     def provenance(self) -> dict[str, str | None]:
         digest = weights.sha256_of(weights.content_files(self.folder()), Path(self.cache))
@@ -223,15 +172,6 @@ def _pristine(
 ) -> eagle3.Eagle3:
     """The model as its file has it, kept: every arm of every run of a sweep starts from a copy."""
     return eagle3.load(folder, dtype, device, spec)
-
-
-@cache
-def _fetched(name: str, revision: str | None) -> Path:
-    """A hub repository, looked up once a process: both arms of a run must have the same draft."""
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.safetensors", "pytorch_model.bin"]
-    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 def _same(own: Tensor, target: Tensor) -> bool:

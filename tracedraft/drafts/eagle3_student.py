@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from tracedraft.interfaces import Objective, Student
 from tracedraft.models.eagle3 import Eagle3
-from tracedraft.models.losses import HeadLoss
+from tracedraft.models.losses import HeadLoss, products_at
 from tracedraft.models.unroll import chain
 from tracedraft.types import Lesson, Predictions
 
@@ -37,7 +36,7 @@ class Eagle3Student(Student):
         # A step needs the outputs of all slots that go deeper.
         slots = [asked.slots[asked.steps >= k].unique() for k in range(depth)]
         total = taps.new_zeros(())
-        with self._precision():
+        with products_at(self.served, device):
             for k, outputs in enumerate(chain(self.model, self.embedding, tokens, taps, slots)):
                 mine = asked.steps == k
                 if not bool(mine.any()):
@@ -51,8 +50,3 @@ class Eagle3Student(Student):
 
     def serve(self) -> str:
         return self._publish(self.model)
-
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        """Products at the served precision, where that is a low one."""
-        low = self.served is not torch.float32
-        return torch.autocast(self.embedding.device.type, self.served) if low else contextlib.nullcontext()

@@ -292,20 +292,49 @@ class Decoder(nn.Module):
         Returns:
             hidden [B, T, H] after the final norm; taps [B, T, taps*H], low layer first.
         """
-        x = self.embed_tokens(tokens)
-        width = tokens.shape[1]
+        width, like = tokens.shape[1], self.norm.weight
         groups = self.config.heads // self.config.kv_heads
         rows = consecutive(start, width)
         if tree is None:
             at = rope.cos[rows], rope.sin[rows]
-            mask = causal_mask(start, width, cache.capacity, groups, x)
+            mask = causal_mask(start, width, cache.capacity, groups, like)
         else:
             depths, sees = tree
             at = rope.cos[start + depths], rope.sin[start + depths]
-            mask = tree_mask(start, sees, cache.capacity, groups, x)
-        tapped = []
+            mask = tree_mask(start, sees, cache.capacity, groups, like)
+        x, tapped = self.residual(tokens, at, cache, rows, mask, taps)
+        return self.norm(x), torch.cat(tapped, dim=-1) if tapped else x[..., :0]
+
+    def residual(
+        self,
+        tokens: Tensor,
+        at: tuple[Tensor, Tensor],
+        cache: KVCache,
+        rows: Rows,
+        mask: Tensor,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Pre-norm outputs [B, T, H] of tokens [B, T], and the inputs of tapped layers.
+
+        Args:
+            at: rotary cosines and sines [T, E] of their positions.
+            rows: of the cache, which they take; mask: additive, [G*T, S].
+        """
+        x, tapped = self.embed_tokens(tokens), []
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x)
             x = layer(x, at, cache.keys[i], cache.values[i], rows, mask)
-        return self.norm(x), torch.cat(tapped, dim=-1) if tapped else x[..., :0]
+        return x, tapped
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """Pre-norm outputs [B, T, H] of whole rows [B, T] without a cache, which gradients can flow through."""
+        x, rope = self.embed_tokens(tokens), self.rope(tokens.shape[1])
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            attention = layer.self_attn
+            q, k, v = attention.project(layer.input_layernorm(x), (rope.cos, rope.sin))
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + attention.o_proj(seen.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x

@@ -6,6 +6,8 @@ respect to the logits [n, D]. With q = softmax(logits) and p the teacher.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -86,3 +88,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, scale: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         of_x, of_weight = ctx.saved_tensors
         return scale * of_x.to(ctx.dtypes[0]), scale * of_weight.to(ctx.dtypes[1]), None, None, None
+
+
+def products_at(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Products of fp32 masters at the precision that they will be served at, where that is a low one."""
+    return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)

@@ -1,0 +1,183 @@
+"""An independent small language model with the target's tokens for a draft, as a chain or a tree.
+
+Slot i consumes token i+1 and predicts token i+2, as an EAGLE slot does, but from tokens alone: it reads no taps, and
+the prompt's first token stands before its slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tracedraft.drafts.checkpoint import locate
+from tracedraft.drafts.lm_student import LmStudent
+from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
+from tracedraft.errors import UserError
+from tracedraft.interfaces import Draft, DraftSpec, More, Pick
+from tracedraft.models import weights
+from tracedraft.models.architectures import read_decoder_config
+from tracedraft.models.decoder import Decoder, KVCache, causal_mask, tree_mask
+from tracedraft.models.packing import PackedProduct, can_pack, pack
+from tracedraft.target import DTYPES, LlamaTarget
+from tracedraft.types import OutputHead, Proposal, TargetShape
+
+TRAINED = ("lm_head",)  # by inner adapters, in place
+
+
+class LmDraft(Draft):
+    """Row 0 of its KV cache is the first token's, row i+1 that of slot i. Rows that a proposal writes are overwritten
+    by the next true ones."""
+
+    def __init__(self, model: Decoder):
+        self._serve(model)
+
+    def _serve(self, model: Decoder) -> None:
+        """Takes it for its own: unties the head, which adapters train, and packs the rest."""
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+        pack(model, keep=TRAINED)
+        self.model = model
+        norm, weight = model.norm.weight.detach(), model.lm_head.weight.detach()
+        self._head = OutputHead(norm, weight, model.norm.eps, torch.arange(len(weight), device=weight.device))
+        if can_pack(model.lm_head):
+            self._head.product = PackedProduct()
+
+    def student(self) -> LmStudent:
+        dtype = self.model.norm.weight.dtype
+
+        def publish(learnt: Decoder) -> str:
+            served = copy.deepcopy(learnt).requires_grad_(False).to(dtype)
+            self._serve(served)
+            return weights.sha256_of_tensors(served.state_dict())
+
+        return LmStudent(copy.deepcopy(self.model), publish)
+
+    @property
+    def head(self) -> OutputHead:
+        return self._head
+
+    @property
+    def row_bytes(self) -> int:
+        c = self.model.config
+        return KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, self.model.norm.weight.element_size())
+
+    @torch.inference_mode()
+    def begin(self, capacity: int, first: int) -> None:
+        self.cache, self.rope = self.model.cache(1, capacity + 1), self.model.rope(capacity + 1)
+        self.length = 0
+        self._consume(torch.tensor([first], device=self.head.weight.device), 0, None)
+
+    @torch.inference_mode()
+    def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
+        slots = self._consume(tokens, self.length + 1, None)
+        self.length += len(tokens)
+        self.last = slots[-1:]
+        return slots
+
+    def rows(self, n: int) -> Tensor:
+        return self.cache.rows[..., 1 : n + 1, :]
+
+    @torch.inference_mode()
+    def resume(self, rows: Tensor) -> None:
+        self.length = rows.shape[-2]
+        self.cache.rows[..., 1 : self.length + 1, :] = rows
+
+    @torch.inference_mode()
+    def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
+        return roll_chain(self._slots, self.head, self.last, self.length, length, pick, more)
+
+    @torch.inference_mode()
+    def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
+        return roll_tree(self._slots, self.head, self.last, self.length, nodes, depth, top_k, more)
+
+    def _slots(self, outputs: Tensor, tokens: Tensor, start: int, beams: Beams | None) -> Tensor:
+        return self._consume(tokens, start + 1, beams)
+
+    def _consume(self, tokens: Tensor, row: int, beams: Beams | None) -> Tensor:
+        """Pre-norm outputs [n, H] of tokens [n] in the cache rows from ``row``, which see those before and among
+        them."""
+        stop, like = row + len(tokens), self.model.norm.weight
+        rows = slice(row, stop)
+        groups = self.model.config.heads // self.model.config.kv_heads
+        if beams is None:
+            at = self.rope.cos[rows], self.rope.sin[rows]
+            mask = causal_mask(row, len(tokens), stop, groups, like)
+        else:
+            slot, sees = beams
+            at = self.rope.cos[slot + 1 : slot + 2], self.rope.sin[slot + 1 : slot + 2]
+            mask = tree_mask(self.length + 1, sees, stop, groups, like)
+        return self.model.residual(tokens[None], at, self.cache.first(stop), rows, mask)[0][0]
+
+
+@dataclass(frozen=True)
+class LmSpec(DraftSpec):
+    """A checkpoint of one of the target's architectures, with the target's vocabulary.
+
+    Attributes:
+        path: folder or hub id; a name without a slash ships with the package.
+        dtype: bfloat16, float16 or float32; None: the target's.
+        cache: folder where the hash of its weights is remembered.
+        revision: of the hub repository.
+    """
+
+    name: str
+    path: str | None
+    dtype: str | None
+    cache: str
+    revision: str | None
+
+    def check(self, shape: TargetShape) -> None:
+        """Raises UserError without such a checkpoint, or when its vocabulary is not the target's."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        size = read_decoder_config(self._folder()).vocab_size
+        if size != shape.vocab_size:
+            raise UserError(
+                f"draft.path={self.path!r} has a vocabulary of {size} tokens, the target one of {shape.vocab_size}: "
+                "a draft LM must have the target's tokenizer"
+            )
+
+    def provenance(self) -> dict[str, str | None]:
+        digest = weights.sha256_of(weights.content_files(self._folder()), Path(self.cache))
+        return {"origin": str(self.path), "sha256": digest, "revision": self.revision}
+
+    def build(self, target: LlamaTarget) -> tuple[LmDraft, dict[str, str | None]]:
+        self.check(target.shape)
+        like = target.model.norm.weight
+        dtype, origin = DTYPES[self.dtype] if self.dtype else like.dtype, self.provenance()
+        return LmDraft(copy.deepcopy(_pristine(self._folder(), dtype, like.device, origin["sha256"]))), origin
+
+    def _folder(self) -> Path:
+        return locate(self.path, self.revision, "lm", "lm_tiny")
+
+
+@lru_cache(maxsize=1)
+def _pristine(folder: Path, dtype: torch.dtype, device: torch.device, sha256: str | None) -> Decoder:
+    """The model as its file has it, kept: every arm of every run of a sweep starts from a copy."""
+    return weights.load_decoder(folder, read_decoder_config(folder), dtype, device)
+
+
+@dataclass(frozen=True)
+class FirstLayersSpec(DraftSpec):
+    """An untrained draft LM: the target's own first ``layers`` layers, then its norm and head."""
+
+    name: str
+    layers: int
+
+    def check(self, shape: TargetShape) -> None:
+        """Raises UserError for more layers than the target has."""
+        if not 1 <= self.layers <= shape.layers:
+            raise UserError(f"draft.layers={self.layers}: expected 1 to {shape.layers}, as many as the target has")
+
+    def provenance(self) -> dict[str, str | None]:
+        return {"origin": "untrained", "sha256": None}
+
+    def build(self, target: LlamaTarget) -> tuple[LmDraft, dict[str, str | None]]:
+        self.check(target.shape)
+        model = copy.deepcopy(target.model)
+        model.layers, model.config = model.layers[: self.layers], replace(model.config, layers=self.layers)
+        return LmDraft(model), self.provenance()

@@ -1,0 +1,40 @@
+"""A draft LM learning between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracedraft.interfaces import Objective, Student
+from tracedraft.models.decoder import Decoder
+from tracedraft.models.losses import HeadLoss, products_at
+from tracedraft.types import Lesson, Predictions
+
+
+class LmStudent(Student):
+    """What it says depends on the tokens before alone, so that a prediction at step k from slot i is that
+    of slot i + k: all drafted tokens before it were accepted."""
+
+    def __init__(self, model: Decoder, publish: Callable[[Decoder], str]):
+        """
+        Args:
+            model: this student's own, at the served precision, its head untied.
+            publish: brings a copy of the model into service, and says its sha256.
+        """
+        self.served, self._publish = model.norm.weight.dtype, publish
+        self.model = model.float().requires_grad_(True)
+        self.vocab = torch.arange(model.config.vocab_size, device=model.norm.weight.device)
+        self.weights = dict(model.named_parameters())
+
+    def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
+        at = asked.slots + asked.steps + 1
+        tokens = lesson.tokens[None, : int(at.max()) + 1].to(self.vocab.device)
+        with products_at(self.served, self.vocab.device):
+            features = self.model.norm(self.model.whole(tokens)[0, at])
+            teacher = asked.teacher[asked.rows]
+            return HeadLoss.apply(features, self.model.lm_head.weight, teacher, asked.weights, objective)[0]
+
+    def serve(self) -> str:
+        return self._publish(self.model)
