@@ -22,14 +22,15 @@ from outer_cases import (
     weights_of,
 )
 
-from tracedraft.adapters.blocks import BlockLearner
 from tracedraft.adapters.ensemble import EnsembleRule
 from tracedraft.adapters.lessons import Fault, Loss, asked, predictions
+from tracedraft.adapters.own_tokens import OwnTokens, Tokens
 from tracedraft.errors import UserError
+from tracedraft.interfaces import OuterAdapter
 from tracedraft.models import losses
 from tracedraft.types import Conversation, Lesson
 
-TOY = Conversation("toy/0", ("?",), "toy")
+WORDS = {"a": "apples and pears", "b": "boats at sea"}
 
 
 # What is taught
@@ -174,14 +175,34 @@ def test_labels_are_the_tokens_that_stand_there():
         assert (int(draft.head.vocab[at]) == token) == bool(weight)
 
 
+@pytest.mark.parametrize("tokens", ["student", "mixed"])
+def test_own_tokens_are_the_drafts_and_their_teacher_the_targets(tokens):
+    draws = torch.Generator().manual_seed(0)
+    own = OwnTokens(new_draft(), TARGET, Tokens(tokens), 4, draws)
+    for old, new in zip(lessons() * 4, own.rewrite(lessons() * 4), strict=True):
+        if new is old:
+            assert tokens == "mixed"
+            continue
+        slot = int(new.rejected[0, 0])
+        assert torch.equal(new.tokens[: slot + 2], old.tokens[: slot + 2])
+        assert new.rejected.tolist() == [[slot, k] for k in range(4)]
+        assert len(new.tokens) == slot + 6
+        TARGET.begin(512, 8, 512)
+        seen = TARGET.prefill(new.tokens[:-1].tolist())
+        torch.testing.assert_close(new.hidden, seen.hidden, rtol=0, atol=1e-4)
+        torch.testing.assert_close(new.taps, seen.taps, rtol=0, atol=1e-4)
+        assert math.isfinite(classroom().loss([new]))
+
+
 # How each learns
 
 
-def blocks(learner: BlockLearner, count: int = 3) -> list[dict]:
-    """So many blocks of one conversation each."""
+def blocks(learner: OuterAdapter, count: int = 3, domains: str = "a") -> list[dict]:
+    """So many blocks of one conversation each, of the domains in turn."""
     found = []
     for n in range(count):
-        learner.begin_conversation(TOY)
+        domain = domains[n % len(domains)]
+        learner.begin_conversation(Conversation(f"toy/{n}", (f"all about {WORDS[domain]}",), domain))
         learner.observe(lessons()[n % 3])
         found.append(learner.end_conversation(1.0))
     return found
@@ -333,6 +354,7 @@ def test_a_small_buffer_drops_the_oldest_turns_and_says_so():
     [
         ("osd", {"update_interval": 0}, "adapter.outer.update_interval=0"),
         ("osd", {"lr": -1.0}, "adapter.outer.lr=-1.0"),
+        ("osd", {"tokens": "student", "objective": "all"}, "adapter.outer.objective=.*rejected; see tokens"),
         ("osd", {"budget": 2.0}, "adapter.outer.budget=2.0"),
         ("ensemble", {"lrs": [1e-3]}, "two step sizes or more"),
         ("optimistic", {"epochs": 3}, "hint=gradient"),
@@ -356,3 +378,40 @@ def test_what_does_not_fit_the_run_is_refused_before_it():
 
     with pytest.raises(UserError, match="no parameters"):
         outer("osd").build(Weightless(), TARGET, 0)  # type: ignore[arg-type]
+
+
+# Routing
+
+
+@pytest.mark.parametrize("routing", ["label", "classifier"])
+def test_each_domain_learns_alone_and_its_own_draft_serves(routing):
+    """As two learners that each saw one of the domains would have it; also after a restart in between."""
+    spec = outer("osd", update_interval=1, routing=routing, router_warm_up=4)
+    draft = new_draft()
+    learner = spec.build(draft, TARGET, 0)
+    found = blocks(learner, 3, "ab")
+    again_draft = new_draft()
+    again = spec.build(again_draft, TARGET, 0)
+    again.load_state(learner.state(), learner.weights())
+    found += [*blocks(learner, 3, "ba")]
+    assert [s["route"]["domain"] for s in found] == ["a", "b", "a", "b", "a", "b"]
+    assert [s["weights_sha256"] for s in blocks(again, 3, "ba")] == [s["weights_sha256"] for s in found[3:]]
+    alone = outer("osd", update_interval=1).build(new_draft(), TARGET, 0)
+    turns = [0, 2, 1]  # lessons that domain a got
+    for n, seen in zip(turns, found[::2], strict=True):
+        alone.observe(lessons()[n])
+        assert alone.end_conversation(1.0)["weights_sha256"] == seen["weights_sha256"]
+    assert found[-1]["route"]["drafts"] == 2
+    assert found[-1]["route"]["memory_mib"] > 1.9 * found[0]["route"]["memory_mib"]
+
+
+def test_a_classifier_routes_what_it_was_never_told():
+    spec = outer("osd", update_interval=1, routing="classifier", router_warm_up=4)
+    learner = spec.build(new_draft(), TARGET, 0)
+    blocks(learner, 4, "ab")
+    for domain in "ba":
+        learner.begin_conversation(Conversation("toy/9", (f"more of {WORDS[domain]}",), "unknown"))
+        learner.observe(lessons()[0])
+        assert learner.end_conversation(None)["route"] | {"memory_mib": 0} == {
+            "domain": domain, "label": "unknown", "seconds": None, "drafts": 2, "memory_mib": 0,
+        }  # fmt: skip

@@ -53,9 +53,10 @@ def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _outer(records: list[dict[str, Any]], adapted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """What was learnt between requests, and throughput with the time for it; empty where nobody did."""
-    found = [record["outer"] for record in records if record.get("outer")]
-    if not found:
+    said = [record["outer"] for record in records if record.get("outer")]
+    if not said:
         return {}, {}
+    found = [outer for outer in said if outer["block"] is not None]
     untimed = any(outer["seconds"] is None for outer in found)
     seconds = None if untimed else sum(outer["seconds"] for outer in found)
     wall = None if seconds is None else sum(adapted["seconds"].values()) + seconds
@@ -64,6 +65,7 @@ def _outer(records: list[dict[str, Any]], adapted: dict[str, Any]) -> tuple[dict
             "blocks": len(found),
             "committed": sum(outer["committed"] for outer in found),
             "rolled_back": dict(Counter(outer["reason"] for outer in found if not outer["committed"])),
+            "waited": dict(Counter(outer["reason"] for outer in said if outer["block"] is None and outer["reason"])),
             "seconds": seconds,
         },
         "tokens_per_s_with_training": _ratio(adapted["tokens"], wall) if wall is not None else None,

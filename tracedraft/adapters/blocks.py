@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tracedraft.adapters.lessons import Classroom, Fault, Loss, Taught, Teaching
+from tracedraft.adapters.own_tokens import OwnTokens, Tokens
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, OuterAdapter, OuterAdapterSpec, Student, Target
 from tracedraft.types import Conversation, Lesson
@@ -61,6 +62,9 @@ class BlockSpec(OuterAdapterSpec):
         loss: forward_kl, reverse_kl, jsd, or label, the target's token alone.
         unroll, decay: objective=all only: chain steps from each slot, and the weight of each after the one before.
         temperature: of the target's distribution in the loss.
+        tokens: text that is learnt from: teacher, the answer; student, what the draft would say where it was refused,
+            at one more pass of the target for each turn; mixed, either.
+        student_tokens: student and mixed only: how many the draft says.
         fault: of a negative control: wrong_shift, each prediction is taught what follows the next one;
             shuffled_teacher, what follows a random one of the turn.
         clip: bound on the norm of a gradient; None: off.
@@ -79,6 +83,8 @@ class BlockSpec(OuterAdapterSpec):
     unroll: int
     decay: float
     temperature: float
+    tokens: Tokens
+    student_tokens: int
     fault: Fault
     clip: float | None
     guard: bool
@@ -92,6 +98,8 @@ class BlockSpec(OuterAdapterSpec):
             ("warm_up", self.warm_up >= 0, "at least 0"),
             ("unroll", self.unroll >= 1, "at least 1"),
             ("decay", 0 < self.decay <= 1, "above 0, at most 1"),
+            ("student_tokens", self.student_tokens >= 1, "at least 1"),
+            ("objective", self.tokens is Tokens.teacher or self.objective is Taught.rejected, "rejected; see tokens"),
             ("temperature", 0 < self.temperature < math.inf, "above 0"),
             ("clip", self.clip is None or self.clip > 0, "above 0, or null"),
             ("buffer_mib", self.buffer_mib > 0, "above 0"),
@@ -128,12 +136,17 @@ class BlockSpec(OuterAdapterSpec):
     def copies(self) -> int:
         """Times the draft's parameters that learning holds in fp32, what is served and gradients left out."""
 
-    def build(self, draft: Draft, target: Target, seed: int) -> BlockLearner:
+    def student(self, draft: Draft) -> Student:
+        """Raises UserError without parameters to learn, or memory for it."""
         student = draft.student()
         if student is None:
             raise UserError(f"adapter.outer={self.name}: this draft has no parameters to learn; use an inner adapter")
         self._check_memory(student)
-        return BlockLearner(self, student, Classroom(student, self.teaching, target.logits))
+        return student
+
+    def learner(self, student: Student, draft: Draft, target: Target, seed: int) -> BlockLearner:
+        own = OwnTokens(draft, target, self.tokens, self.student_tokens, torch.Generator().manual_seed(seed))
+        return BlockLearner(self, student, Classroom(student, self.teaching, target.logits), own)
 
     def _check_memory(self, student: Student) -> None:
         """Raises UserError when what is to be held can't fit."""
@@ -156,8 +169,8 @@ class BlockSpec(OuterAdapterSpec):
 class BlockLearner(OuterAdapter):
     """Collects turns, and learns from them between two conversations when a block is full."""
 
-    def __init__(self, spec: BlockSpec, student: Student, room: Classroom):
-        self.spec, self.student, self.room = spec, student, room
+    def __init__(self, spec: BlockSpec, student: Student, room: Classroom, own: OwnTokens):
+        self.spec, self.student, self.room, self.own = spec, student, room, own
         self.rule = spec.rule(student)
         self.initial = copied(student.weights)
         self.lessons: list[Lesson] = []
@@ -180,7 +193,7 @@ class BlockLearner(OuterAdapter):
         if not self._due():
             return None
         if self._over_budget():
-            return {"block": None, "committed": False, "reason": "over budget", "served": False, "seconds": 0.0}
+            return not_learnt("over budget", seconds)
         began = time.perf_counter()
         found = self._learn()
         self.last_seconds = time.perf_counter() - began
@@ -206,6 +219,7 @@ class BlockLearner(OuterAdapter):
         lessons, self.lessons, self.since = self.lessons, [], 0
         self.blocks += 1
         dropped, self.dropped = self.dropped, 0
+        lessons = self.own.rewrite(lessons)
         weights, kept = copied(self.student.weights), self.rule.state()
         learnt = self.rule.learn(self.room, lessons)
         reason, after = self._judge(learnt, lessons)
@@ -245,18 +259,27 @@ class BlockLearner(OuterAdapter):
     def state(self) -> dict[str, Any]:
         counts = ("conversations", "since", "blocks", "dropped", "served_seconds", "learning_seconds", "last_seconds")
         lessons = [vars(lesson) for lesson in self.lessons]
-        return {"lessons": lessons, **{name: getattr(self, name) for name in counts}}
+        kept = {name: getattr(self, name) for name in counts}
+        return {"lessons": lessons, "draws": self.own.draws.get_state(), "counts": kept}
 
     def weights(self) -> dict[str, Any]:
         return {"weights": copied(self.student.weights), "rule": self.rule.state()}
 
     def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None) -> None:
-        for name, value in state.items():
-            setattr(self, name, [Lesson(**lesson) for lesson in value] if name == "lessons" else value)
+        self.lessons = [Lesson(**lesson) for lesson in state["lessons"]]
+        self.own.draws.set_state(state["draws"])
+        for name, value in state["counts"].items():
+            setattr(self, name, value)
         if weights is not None:
             put(self.student.weights, weights["weights"])
             self.rule.load_state(weights["rule"])
             self.student.serve()
+
+
+def not_learnt(reason: str, seconds: float | None) -> dict[str, Any]:
+    """What the record says of a conversation after which nothing was learnt."""
+    spent = None if seconds is None else 0.0
+    return {"block": None, "committed": False, "reason": reason, "served": False, "seconds": spent}
 
 
 @torch.no_grad()

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from tracedraft.adapters.blocks import BlockSpec, Learnt, Rule, Weights, copied, put
+from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, Weights, copied, put
 from tracedraft.adapters.lessons import Classroom
 from tracedraft.adapters.steps import Optimizer, Steps
-from tracedraft.interfaces import Student
+from tracedraft.interfaces import Draft, Student, Target
 from tracedraft.types import Lesson
 
 
@@ -81,6 +81,9 @@ class EnsembleSpec(BlockSpec):
     def copies(self) -> int:
         """The masters, those of the start and of the block before; and twice, for a roll-back, each base learner."""
         return 3 + 2 * len(self.lrs) * (1 + self.steps(self.lrs[0]).moments)
+
+    def build(self, draft: Draft, target: Target, seed: int) -> BlockLearner:
+        return self.learner(self.student(draft), draft, target, seed)
 
     def rule(self, student: Student) -> Rule:
         return EnsembleRule(self, student)

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from tracedraft.adapters.blocks import BlockSpec, Learnt, Rule, copied
+from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, copied
 from tracedraft.adapters.lessons import Classroom
 from tracedraft.adapters.osd import StepRule
 from tracedraft.adapters.steps import Optimizer, Steps, clipped
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Student
+from tracedraft.interfaces import Draft, Student, Target
 from tracedraft.types import Lesson
 
 
@@ -66,6 +66,9 @@ class OptimisticSpec(BlockSpec):
     def copies(self) -> int:
         """The masters, those of the start and of the block before, and ŵ with the hint, or the momentum."""
         return 5
+
+    def build(self, draft: Draft, target: Target, seed: int) -> BlockLearner:
+        return self.learner(self.student(draft), draft, target, seed)
 
     def rule(self, student: Student) -> Rule:
         if self.hint is Hint.momentum:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracedraft.adapters.blocks import BlockSpec, Learnt, Rule
+from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, copied, put
 from tracedraft.adapters.lessons import Classroom
+from tracedraft.adapters.routing import ClassifierRouter, LabelRouter, RoutedLearner, Routing
 from tracedraft.adapters.steps import Optimizer, Steps
-from tracedraft.interfaces import Student
+from tracedraft.interfaces import Draft, OuterAdapter, Student, Target
 from tracedraft.types import Lesson
 
 
@@ -24,6 +25,8 @@ class OsdSpec(BlockSpec):
     Attributes:
         optimizer, lr, momentum, beta1, beta2, weight_decay, epochs, batch: see ``steps.Steps``.
         keep_optimizer: its state outlasts the block, as in OSD; the OnlineSPEC code loses it.
+        routing: a draft for each domain: none; label, as the workload says; classifier, which learns from labels.
+        router_warm_up: classifier only: conversations whose labels it learns from, and that are routed by them.
     """
 
     optimizer: Optimizer
@@ -35,10 +38,13 @@ class OsdSpec(BlockSpec):
     epochs: int
     batch: int | None
     keep_optimizer: bool
+    routing: Routing
+    router_warm_up: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steps.check("adapter.outer")
+        self._check(("router_warm_up", self.router_warm_up >= 1, "at least 1"))
 
     @property
     def steps(self) -> Steps:
@@ -51,6 +57,20 @@ class OsdSpec(BlockSpec):
     def copies(self) -> int:
         """The masters, those of the start and of the block before, and what the optimiser keeps."""
         return 3 + self.steps.moments
+
+    def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
+        first = self.student(draft)
+        if self.routing is Routing.none:
+            return self.learner(first, draft, target, seed)
+        start = copied(first.weights)
+
+        def new() -> BlockLearner:
+            student = self.student(draft)
+            put(student.weights, start)
+            return self.learner(student, draft, target, seed)
+
+        label = self.routing is Routing.label
+        return RoutedLearner(new, LabelRouter() if label else ClassifierRouter(self.router_warm_up))
 
     def rule(self, student: Student) -> Rule:
         return StepRule(self.steps, student, self.keep_optimizer)
