@@ -192,7 +192,7 @@ def test_export_says_where_the_draft_is(tell, tmp_path):
 def test_train_refuses_a_draft_without_a_trainer(tell, tmp_path):
     code, out, err = tell(cli.main, "train", "target=tiny", "draft=tiny", f"out={tmp_path}/out")
     assert (code, out) == (2, "")
-    assert "draft='tiny' has no trainer: choose draft=eagle3" in one_line(err)
+    assert "draft='tiny' has no trainer: choose draft=eagle3 or draft=lm" in one_line(err)
 
 
 # --- whole processes

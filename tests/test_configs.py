@@ -106,12 +106,12 @@ def test_a_tree_is_as_large_as_the_device_bears():
     assert build_spec(composed("decode=tree", "decode.tree_nodes=9").decode, "decode").tree_nodes == 9
 
 
-@pytest.mark.parametrize("text", ["synthesis", "conversations"])
-def test_training_lists_its_whole_specs_and_builds(text):
-    cfg = composed(f"text={text}", name="train")
+@pytest.mark.parametrize(("text", "draft"), [("synthesis", "eagle3"), ("conversations", "lm")])
+def test_training_lists_its_whole_specs_and_builds(text, draft):
+    cfg = composed(f"text={text}", f"draft={draft}", name="train")
     for key, stated in (
         ("text", raw(CONF / "text" / f"{text}.yaml")),
-        ("training", raw(CONF / "train.yaml")["training"]),
+        ("training", raw(CONF / "training" / f"{draft}.yaml")),
     ):
         assert stated.keys() - {"_target_"} == fields_of(stated["_target_"])
         assert plain(build_spec(cfg[key], key)) == stated

@@ -16,7 +16,7 @@ from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import Eagle3Draft, Eagle3Spec, LogitLensSpec, check_fit
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
-from tracedraft.training.loop import new_draft
+from tracedraft.training.eagle3 import new_draft
 
 CLOSE = {"rtol": 0, "atol": 1e-4}  # the reference's own tolerance, at logits of size ~10
 

@@ -14,7 +14,8 @@ from training_cases import SPEC, served
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.training import corpus as corpora
-from tracedraft.training.loop import Trainer, batches, corpus_vocab, new_draft
+from tracedraft.training.eagle3 import corpus_vocab, new_draft
+from tracedraft.training.loop import Trainer, batches
 
 
 def test_batches_hold_the_teacher_of_their_own_position(corpus):
@@ -23,7 +24,7 @@ def test_batches_hold_the_teacher_of_their_own_position(corpus):
     trainer = Trainer(target, corpus, dataclasses.replace(SPEC, draft_vocab_size=60))
     vocab, rows = trainer.model.vocab, corpora.read_shard(corpus[0])["tokens"].tolist()
     for raw in batches(corpus[:1], trainer.spec, torch.Generator().manual_seed(0)):
-        batch = trainer.batch(raw)
+        batch = trainer.pupil.batch(raw)
         assert batch.tokens.shape == (8, 64)
         assert bool((batch.counts == 1).all())
         for i in range(8):

@@ -18,7 +18,8 @@ from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.training import corpus, synthesis
 from tracedraft.training.conversations import ConversationsSpec
-from tracedraft.training.loop import Trainer, corpus_vocab
+from tracedraft.training.eagle3 import corpus_vocab
+from tracedraft.training.loop import Trainer
 from tracedraft.training.objective import training_time_test
 
 TALK = [
@@ -85,13 +86,13 @@ def test_padding_is_no_teacher_and_no_token_of_the_vocabulary(tmp_path):
     del raw["greedy"]
     real = int(raw["counts"][0].sum())
     assert real < 60
-    batch = trainer.batch(raw)
+    batch = trainer.pupil.batch(raw)
     longer = {name: tensor.clone() for name, tensor in raw.items()}
     longer["hidden"][:, real:] = 7.0
     longer["taps"][:, real:] = 7.0
-    other = trainer.batch(longer)
+    other = trainer.pupil.batch(longer)
     losses = [
-        [step.loss.item() for step in training_time_test(trainer.model, trainer.embedding, b, 3)]
+        [step.loss.item() for step in training_time_test(trainer.model, trainer.pupil.embedding, b, 3)]
         for b in (batch, other)
     ]
     assert losses[0] == losses[1]

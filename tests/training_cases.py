@@ -12,13 +12,13 @@ from conftest import tiny
 from tracedraft.target import LlamaTarget, Served
 from tracedraft.training import corpus as corpora
 from tracedraft.training import synthesis
-from tracedraft.training.loop import TrainingSpec
+from tracedraft.training.eagle3 import Eagle3TrainingSpec
 
 TEXT = synthesis.SynthesisSpec(
     tokens=3 * 16 * 128, batch=16, length=128, seed=0,
     question_temperature=1.5, answer_temperature=1.5, plain_share=0.35, system_share=0.2,
 )  # fmt: skip
-SPEC = TrainingSpec(
+SPEC = Eagle3TrainingSpec(
     draft_vocab_size=200, fc_norm=True, pass_through=True, init=None, loss="ce", unroll=2, decay=0.8, epochs=16,
     batch=8, length=64, lr=3e-2, warmup_steps=5, final_lr=0.1, betas=(0.9, 0.95), clip=0.5,
     weight_decay=0.0, evaluate_every=1000, held_out_tokens=2048, patience=None, seed=0,

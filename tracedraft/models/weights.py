@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tracedraft.errors import UserError
@@ -125,6 +126,44 @@ def load_decoder(folder: Path, config: DecoderConfig, dtype: torch.dtype, device
     state |= dict.fromkeys(tied, state["embed_tokens.weight"])
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def save_decoder(model: Decoder, folder: Path, dtype: torch.dtype) -> None:
+    """Write a Llama's ``config.json`` and ``model.safetensors`` as transformers names them.
+
+    Raises:
+        UserError: the disk refused it.
+    """
+    c = model.config
+    assert not any((c.qkv_bias, c.o_bias, c.qk_norm)), "Llama's attention alone"
+    said = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": c.rope_scaling,
+        "max_position_embeddings": c.context,
+        "tie_word_embeddings": c.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    whole = {
+        name: tensor for name, tensor in model.state_dict().items() if not (c.tied and name.startswith("lm_head."))
+    }
+    state = {
+        name if name.startswith("lm_head.") else f"model.{name}": tensor.to(dtype).contiguous()
+        for name, tensor in split_fused(whole, c).items()
+    }
+    instead = "choose another folder"
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(said, indent=2) + "\n"), instead)
+    write_atomically(folder / "model.safetensors", lambda p: save_file(state, p), instead)
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

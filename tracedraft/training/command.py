@@ -45,8 +45,8 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         UserError: a draft kind that cannot be trained, a folder of other settings or in use, or too little disk.
     """
     check_settings(cfg)
-    if cfg.draft.name != "eagle3":
-        raise UserError(f"draft={cfg.draft.name!r} has no trainer: choose draft=eagle3")
+    if "training" not in cfg:
+        raise UserError(f"draft={cfg.draft.name!r} has no trainer: choose draft=eagle3 or draft=lm")
     text: corpus.TextSpec = build_spec(cfg.text, "text")
     spec: loop.TrainingSpec = build_spec(cfg.training, "training")
     if text.length % spec.length:

@@ -1,4 +1,4 @@
-"""Offline training of an EAGLE-3 draft on a cached corpus."""
+"""Offline training of a draft on a cached corpus, whatever its kind."""
 
 from __future__ import annotations
 
@@ -6,38 +6,65 @@ import itertools
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tracedraft.drafts.eagle3 import check_fit
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
-from tracedraft.models import eagle3
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_shard, rows_of
-from tracedraft.training.objective import OBJECTIVES, Batch, teacher_of_hidden, training_time_test, weighted
-from tracedraft.training.replay import Tally, hits, replay
+from tracedraft.training.objective import OBJECTIVES
+from tracedraft.training.replay import Tally, replay
 
 CURVE = "curve.jsonl"
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Pupil(ABC, Generic[Model]):
+    """A draft while it is trained.
+
+    Attributes:
+        model: all that is trained, in fp32, on the target's device.
+    """
+
+    model: Model
+
+    @abstractmethod
+    def loss(self, raw: dict[str, Tensor]) -> Tensor:
+        """Of rows of the corpus as they are in a shard, on the model's device."""
+
+    @abstractmethod
+    def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
+        """[K, B, T] on the CPU: whether the chain from slot i says token i+2+k at step k; past a row's end, no."""
+
+    @abstractmethod
+    def sayable(self, tokens: Tensor) -> Tensor:
+        """Which of ``tokens`` the draft vocabulary holds."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def resumed(self) -> None:
+        """The model was given other weights."""
+
+
 @dataclass(frozen=True)
-class TrainingSpec:
+class TrainingSpec(ABC):
     """How to train.
 
     Attributes:
-        draft_vocab_size: the most frequent tokens of the corpus.
-        fc_norm: norm each tap before ``fc``.
-        pass_through: start ``fc`` as a pass-through of the last tap.
         init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
         loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
-        unroll, decay: training-time-test steps, and the weight of each after the one before.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
         lr, warmup_steps, final_lr: AdamW's, peak of a cosine schedule, and the share of it that it ends at.
         evaluate_every: optimiser steps between held-out checks and checkpoints.
@@ -45,13 +72,8 @@ class TrainingSpec:
         patience: checks without a better tau before training stops; None: never.
     """
 
-    draft_vocab_size: int
-    fc_norm: bool
-    pass_through: bool
     init: str | None
     loss: str
-    unroll: int
-    decay: float
     epochs: int
     batch: int
     length: int
@@ -67,14 +89,25 @@ class TrainingSpec:
     seed: int
 
     def __post_init__(self) -> None:
-        counts = ("draft_vocab_size", "unroll", "epochs", "batch", "length", "warmup_steps", "evaluate_every")
-        for key in (*counts, "held_out_tokens"):
-            if getattr(self, key) < 1:
-                raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
+        counts = ("epochs", "batch", "length", "warmup_steps", "evaluate_every", "held_out_tokens")
+        self._at_least_one(*counts)
         if self.loss not in OBJECTIVES:
             raise UserError(f"training.loss={self.loss}: expected one of {', '.join(OBJECTIVES)}")
         if self.patience is not None and self.patience < 1:
             raise UserError(f"training.patience={self.patience}: expected at least 1, or null for no early stop")
+
+    def _at_least_one(self, *keys: str) -> None:
+        for key in keys:
+            if getattr(self, key) < 1:
+                raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
+
+    @abstractmethod
+    def check(self, target: LlamaTarget) -> None:
+        """Raises UserError for what cannot be trained for this target, before any text is made."""
+
+    @abstractmethod
+    def pupil(self, target: LlamaTarget, files: list[Path]) -> Pupil:
+        """A new draft, or the one to go on from, given the shards that it will be trained on."""
 
 
 @dataclass(frozen=True)
@@ -103,29 +136,6 @@ class Progress:
     checked: bool
 
 
-def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozenset[int]) -> Tensor:
-    """The ``size`` most frequent next tokens of the corpus, ascending; ``always`` are among them."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for file in files:
-        shard = read_shard(file)
-        for column in ("argmax", "tokens"):
-            counts += torch.bincount(shard[column][shard["counts"]], minlength=vocab_size)
-    counts[list(always)] = counts.max() + 1
-    return torch.topk(counts, size).indices.sort().values
-
-
-def new_draft(target: LlamaTarget, vocab: Tensor, spec: TrainingSpec) -> eagle3.Eagle3:
-    """One layer of the target's own width, its head and norm started from the target's."""
-    layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
-    size = layer.hidden_size
-    taps = target.taps
-    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(taps), spec.fc_norm, tapped=taps))
-    model.set_vocab(vocab)
-    head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
-    eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)
-    return model
-
-
 def batches(files: list[Path], spec: TrainingSpec, rng: torch.Generator) -> Iterator[dict[str, Tensor]]:
     """Every row of every shard once, cut to ``length`` tokens, in random order."""
     for index in torch.randperm(len(files), generator=rng).tolist():
@@ -143,10 +153,7 @@ def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
             "training needs at least two corpus shards, one of them held out: raise text.tokens, or lower text.batch "
             "for a file of few conversations"
         )
-    if spec.draft_vocab_size > target.vocab_size:
-        raise UserError(f"training.draft_vocab_size={spec.draft_vocab_size}: the target has {target.vocab_size}")
-    if spec.init is not None:
-        check_fit(eagle3.read_config(Path(spec.init)), target.shape, Path(spec.init))
+    spec.check(target)
 
 
 KEPT = ("step", "tokens", "seconds", "best", "worse", "curve")
@@ -163,10 +170,8 @@ class Trainer:
         self.target, self.spec = target, spec
         self.files, self.held_out = files[1:], files[:1]
         self.device = target.model.norm.weight.device
-        self.model = self._draft().to(self.device).requires_grad_(True)
-        own = self.model.embed_tokens
-        self.embedding = (target.model.embed_tokens if own is None else own).weight.detach().float()
-        self.head = target.model.lm_head.weight[self.model.vocab]
+        self.pupil = spec.pupil(target, self.files)
+        self.model = self.pupil.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
         )
@@ -175,29 +180,10 @@ class Trainer:
         self.step, self.tokens, self.seconds, self.best, self.worse = 0, 0, 0.0, 0.0, 0
         self.curve: list[dict[str, Any]] = []
 
-    def _draft(self) -> eagle3.Eagle3:
-        if self.spec.init is None:
-            ends = self.target.eos_ids
-            vocab = corpus_vocab(self.files, self.spec.draft_vocab_size, self.target.vocab_size, ends)
-            return new_draft(self.target, vocab, self.spec)
-        return eagle3.load(Path(self.spec.init), torch.float32, "cpu")
-
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / self.spec.warmup_steps)
         fall = 0.5 + 0.5 * math.cos(math.pi * self.step / self.steps)
         return self.spec.lr * warm * (self.spec.final_lr + (1 - self.spec.final_lr) * fall)
-
-    def batch(self, raw: dict[str, Tensor]) -> Batch:
-        """Teacher logits are recomputed from the cached final hidden states, over the draft vocabulary."""
-        raw = {name: tensor.to(self.device) for name, tensor in raw.items()}
-        return Batch(
-            tokens=raw["tokens"].long(),
-            taps=raw["taps"].float(),
-            teacher=teacher_of_hidden(raw["hidden"], self.head),
-            in_vocab=self.model.t2d[raw["argmax"].long()],
-            counts=raw["counts"].float(),
-            teachers=raw["counts"],
-        )
 
     @property
     def finished(self) -> bool:
@@ -208,7 +194,7 @@ class Trainer:
         while not self.finished:
             rng = torch.Generator().manual_seed(self.spec.seed * 1000 + self.step // each)
             for raw in itertools.islice(batches(self.files, self.spec, rng), self.step % each, None):
-                loss = self._optimise(self.batch(raw))
+                loss = self._optimise(self._here(raw))
                 self.tokens += raw["tokens"].numel()
                 self.step += 1
                 due = self.step % self.spec.evaluate_every == 0 or self.step >= self.steps
@@ -219,12 +205,14 @@ class Trainer:
                 if self.finished:
                     return
 
-    def _optimise(self, batch: Batch) -> float:
+    def _here(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in raw.items()}
+
+    def _optimise(self, raw: dict[str, Tensor]) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         with torch.autocast(self.device.type, torch.bfloat16):
-            steps = training_time_test(self.model, self.embedding, batch, self.spec.unroll, self.spec.loss)
-            loss = weighted(steps, self.spec.decay)
+            loss = self.pupil.loss(raw)
         self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
@@ -237,10 +225,10 @@ class Trainer:
         shard = read_shard(self.held_out[0])
         rows = max(1, self.spec.held_out_tokens // shard["tokens"].shape[1])
         for some in torch.arange(min(rows, len(shard["tokens"]))).split(8):
-            tokens, taps = shard["tokens"][some].to(self.device).long(), shard["taps"][some].to(self.device).float()
+            raw = self._here({name: shard[name][some] for name in ("tokens", "taps")})
             with torch.autocast(self.device.type, torch.bfloat16):
-                right = hits(self.model, self.embedding, tokens, taps, CHAIN)
-            sayable = self.model.t2d[tokens].cpu()
+                right = self.pupil.hits(raw, CHAIN)
+            sayable = self.pupil.sayable(raw["tokens"]).cpu()
             for i, row in enumerate(some.tolist()):
                 tally = replay(right[:, i], shard["answer"][row].tolist())
                 tally.tokens = int(shard["answer"][row].sum())
@@ -255,7 +243,7 @@ class Trainer:
         self.best, self.worse = max(self.best, held_out.tau), 0 if better else self.worse + 1
         self.curve.append(self._point(held_out, loss))
         if better:
-            eagle3.save(self.model, folder / "draft", torch.bfloat16)
+            self.pupil.save(folder / "draft")
         state = {
             **{name: getattr(self, name) for name in KEPT},
             "model": self.model.state_dict(),
@@ -289,7 +277,7 @@ class Trainer:
         if path.exists():
             state = torch.load(path, weights_only=True, map_location=self.device)
             self.model.load_state_dict(state["model"])
-            self.head = self.target.model.lm_head.weight[self.model.vocab]
+            self.pupil.resumed()
             self.optimizer.load_state_dict(state["optimizer"])
             for name in KEPT:
                 setattr(self, name, state[name])

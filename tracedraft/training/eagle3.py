@@ -1,0 +1,111 @@
+"""Training of an EAGLE-3 draft by its training-time test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tracedraft.drafts.eagle3 import check_fit
+from tracedraft.errors import UserError
+from tracedraft.models import eagle3
+from tracedraft.target import LlamaTarget
+from tracedraft.training.corpus import read_shard
+from tracedraft.training.loop import Pupil, TrainingSpec
+from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test, weighted
+from tracedraft.training.replay import hits
+
+
+@dataclass(frozen=True)
+class Eagle3TrainingSpec(TrainingSpec):
+    """How to train an EAGLE-3 draft.
+
+    Attributes:
+        draft_vocab_size: the most frequent tokens of the corpus.
+        fc_norm: norm each tap before ``fc``.
+        pass_through: start ``fc`` as a pass-through of the last tap.
+        unroll, decay: training-time-test steps, and the weight of each after the one before.
+    """
+
+    draft_vocab_size: int
+    fc_norm: bool
+    pass_through: bool
+    unroll: int
+    decay: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least_one("draft_vocab_size", "unroll")
+
+    def check(self, target: LlamaTarget) -> None:
+        if self.draft_vocab_size > target.vocab_size:
+            raise UserError(f"training.draft_vocab_size={self.draft_vocab_size}: the target has {target.vocab_size}")
+        if self.init is not None:
+            check_fit(eagle3.read_config(Path(self.init)), target.shape, Path(self.init))
+
+    def pupil(self, target: LlamaTarget, files: list[Path]) -> Eagle3Pupil:
+        if self.init is not None:
+            return Eagle3Pupil(eagle3.load(Path(self.init), torch.float32, "cpu"), target, self)
+        vocab = corpus_vocab(files, self.draft_vocab_size, target.vocab_size, target.eos_ids)
+        return Eagle3Pupil(new_draft(target, vocab, self), target, self)
+
+
+class Eagle3Pupil(Pupil[eagle3.Eagle3]):
+    def __init__(self, model: eagle3.Eagle3, target: LlamaTarget, spec: Eagle3TrainingSpec):
+        self.target, self.spec = target, spec
+        self.model = model.to(target.device).requires_grad_(True)
+        own = self.model.embed_tokens
+        self.embedding = (target.model.embed_tokens if own is None else own).weight.detach().float()
+        self.resumed()
+
+    def resumed(self) -> None:
+        self.head = self.target.model.lm_head.weight[self.model.vocab]
+
+    def batch(self, raw: dict[str, Tensor]) -> Batch:
+        """Teacher logits are recomputed from the cached final hidden states, over the draft vocabulary."""
+        return Batch(
+            tokens=raw["tokens"].long(),
+            taps=raw["taps"].float(),
+            teacher=teacher_of_hidden(raw["hidden"], self.head),
+            in_vocab=self.model.t2d[raw["argmax"].long()],
+            counts=raw["counts"].float(),
+            teachers=raw["counts"],
+        )
+
+    def loss(self, raw: dict[str, Tensor]) -> Tensor:
+        steps = training_time_test(self.model, self.embedding, self.batch(raw), self.spec.unroll, self.spec.loss)
+        return weighted(steps, self.spec.decay)
+
+    def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
+        return hits(self.model, self.embedding, raw["tokens"].long(), raw["taps"].float(), depths)
+
+    def sayable(self, tokens: Tensor) -> Tensor:
+        return self.model.t2d[tokens.long()]
+
+    def save(self, folder: Path) -> None:
+        eagle3.save(self.model, folder, torch.bfloat16)
+
+
+def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozenset[int]) -> Tensor:
+    """The ``size`` most frequent next tokens of the corpus, ascending; ``always`` are among them."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for file in files:
+        shard = read_shard(file)
+        for column in ("argmax", "tokens"):
+            counts += torch.bincount(shard[column][shard["counts"]], minlength=vocab_size)
+    counts[list(always)] = counts.max() + 1
+    return torch.topk(counts, size).indices.sort().values
+
+
+def new_draft(target: LlamaTarget, vocab: Tensor, spec: Eagle3TrainingSpec) -> eagle3.Eagle3:
+    """One layer of the target's own width, its head and norm started from the target's."""
+    layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
+    size = layer.hidden_size
+    taps = target.taps
+    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(taps), spec.fc_norm, tapped=taps))
+    model.set_vocab(vocab)
+    head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
+    eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)
+    return model
