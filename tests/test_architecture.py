@@ -14,7 +14,7 @@ FILES = {
     ".".join(("tracedraft", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-HEAVY = {"torch", "transformers", "wandb", "ray", "datasets", "pandas"}
+HEAVY = {"torch", "transformers", "wandb", "ray", "datasets", "pandas", "pyarrow"}
 COMPONENTS = ("drafts", "adapters", "workloads")
 # What a component may stand on besides its own folder. Everything else uses components.
 GROUND = {f"tracedraft.{name}" for name in ("types", "interfaces", "errors", "config", "models.losses")}

@@ -138,10 +138,10 @@ def summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict
     tokens = sum(len(r["tokens"]) for r in responses)
     wall = sum(_serving(r) for r in responses)
     taus = [(r["accepted"] + r["rounds"]) / r["rounds"] for r in responses if r["rounds"]]
-    trials = _sum_by_depth(r["trials"] for r in responses)
-    survivals = _sum_by_depth(r["survivals"] for r in responses)
+    trials = sum_by_depth(r["trials"] for r in responses)
+    survivals = sum_by_depth(r["survivals"] for r in responses)
     depths = list(zip(survivals, trials, strict=True))
-    grams, repeated = _ngrams(r["tokens"] for r in responses)
+    grams, repeated = ngrams(r["tokens"] for r in responses)
     updates = [update for r in responses for update in r["updates"]]
     numbers = {
         "tau": _ratio(accepted + rounds, rounds),
@@ -255,11 +255,11 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _sum_by_depth(counts: Iterable[list[int]]) -> list[int]:
+def sum_by_depth(counts: Iterable[list[int]]) -> list[int]:
     return [sum(depth) for depth in zip_longest(*counts, fillvalue=0)]
 
 
-def _ngrams(responses: Iterable[list[int]]) -> tuple[int, int]:
+def ngrams(responses: Iterable[list[int]]) -> tuple[int, int]:
     """How many n-grams the responses hold, and how many of them stood earlier in the same response."""
     total = distinct = 0
     for tokens in responses:
