@@ -42,6 +42,24 @@ def header(config: dict[str, Any], attempts: list[dict[str, Any]], folder: Path,
     }
 
 
+def flat(header: dict[str, Any]) -> dict[str, Any]:
+    """A header as W&B shows it, where ``adapter.lr`` is found under that name."""
+    return header["config"] | {key: value for key, value in header.items() if key != "config"}
+
+
+def header_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The header that ``flat`` was given, from a W&B run's config.
+
+    Raises:
+        ValueError: made by another version, or by something else.
+    """
+    if config.get("counts") != VERSION:
+        raise ValueError(f"its counts are of version {config.get('counts')}, expected {VERSION}")
+    names = ("counts", "fingerprint", "folder", "experiment")
+    parts = {key: config[key] for key in KEPT}
+    return {**{key: config[key] for key in names}, "config": parts, "attempts": config["attempts"]}
+
+
 def _without(value: Any, keys: Container[str]) -> Any:
     if isinstance(value, dict):
         return {key: _without(each, keys) for key, each in value.items() if key not in keys}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from tracedraft import chat, records
+from tracedraft import chat, counts, records
 from tracedraft import mirror as rows
 from tracedraft import summary as summaries
 from tracedraft.adapters.fixed import FixedSpec
@@ -91,17 +91,20 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
     names = {group: spec.name for group, spec in specs.items()}
     weights = {"target_weights": served.provenance, "draft_weights": draft}
     bench, plan = with_plan(bench, arms[0].draft, draft["sha256"], records.read_attempts(folder))
-    origin = {**provenance(), **identity, **weights, "workers": workers, **plan}
+    experiment = cfg.wandb.group or sweep or "single"
+    origin = {**provenance(), **identity, **weights, "workers": workers, "experiment": experiment, **plan}
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
     with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as record, sigterm_as_exit():
+        header = counts.header(config, records.read_attempts(folder), folder, experiment)
         tracker = open_tracker(
             **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
-            group=cfg.wandb.group or sweep or "single",
+            group=experiment,
             job_type=names["adapter"],
-            config={**plain(specs), **run.settings, **identity},
+            config=counts.flat(header),
             run_dir=folder,
             run_id=f"{run.fingerprint}-a{record.attempt}-{uuid.uuid4().hex[:6]}",
+            hidden=(rows.COUNTS,),
         )
         summary, code = {}, 1
         try:

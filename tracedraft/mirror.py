@@ -1,13 +1,16 @@
-"""What W&B shows of a run's records: a row a conversation, and the table of updates."""
+"""What W&B is given of a run's records: a row a conversation, to see and to read back, and the table of updates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
+from tracedraft import counts
 from tracedraft.summary import summarise
 
+COUNTS = "counts"  # all that tables need of a conversation, as JSON: the other keys are for people
 UPDATE_COLUMNS = (
     "conversation", "id", "turn", "round", "committed", "reason", "positions", "loss", "grad_norm", "vocab_mass",
     "held_out_kl_before", "held_out_kl_after", "drift",
@@ -15,7 +18,7 @@ UPDATE_COLUMNS = (
 
 
 def row(record: dict[str, Any]) -> dict[str, Any]:
-    """This conversation's numbers, the fixed arm's beside them; what was not measured is left out."""
+    """This conversation's numbers, the fixed arm's beside them, and its counts; what was not measured is left out."""
     summary, updates = summarise([record]), list(_updates(record))
     names = ("tau", "tokens_per_s", "rounds", "accepted", "tokens")
     shown = {name: summary[name] for name in names} | {f"fixed.{name}": summary["fixed"][name] for name in names}
@@ -26,6 +29,7 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
         shown[f"updates.{name}"] = fmean(values) if values else None
     shown |= {f"drift.{name}": value for name, value in record["drift"].items()}
     shown |= {name: summary[name] for name in ("speedup", "mismatches", "near_ties", "repeated_8gram_share")}
+    shown[COUNTS] = json.dumps(counts.conversation(record), separators=(",", ":"))
     return {name: value for name, value in shown.items() if value is not None}
 
 

@@ -58,10 +58,11 @@ class WandbTracker(Tracker):
 
     Args:
         mode: "online" or "offline".
+        hidden: keys that programs read, so that nothing shows them.
         init: further arguments of ``wandb.init``.
     """
 
-    def __init__(self, mode: Literal["online", "offline"], **init: Any):
+    def __init__(self, mode: Literal["online", "offline"], hidden: Sequence[str] = (), **init: Any):
         self.error = None
         self._run: Any = None
 
@@ -80,6 +81,8 @@ class WandbTracker(Tracker):
             )
             # "create_new", since a process may hold several runs, one after another or side by side.
             self._run = wandb.init(mode=mode, reinit="create_new", settings=settings, **init)
+            for key in hidden:
+                self._run.define_metric(key, summary="none", hidden=True)
 
         self._try("init", start)
 
@@ -125,20 +128,23 @@ def open_tracker(
     config: dict[str, Any],
     run_dir: Path,
     run_id: str,
+    hidden: Sequence[str] = (),
 ) -> Tracker:
     """Open the mirror of one run. A client that fails to start is recorded in ``error``, not raised.
 
     Args:
         mode: "online", "offline" (files under ``run_dir``/wandb, to be synced later) or "disabled".
         config: what the mirror shows as the run's config.
-        run_dir: an existing folder.
+        run_dir: an existing folder, whose name the mirror shows.
         run_id: unique in the project; never one that was used before.
-
+        hidden: keys of rows that programs read, so that the mirror does not show them.
     """
     if mode == "disabled":
         return NullTracker()
     return WandbTracker(
         mode,
+        hidden,
+        name=run_dir.name,
         project=project,
         entity=entity,
         group=group,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from tracedraft.analysis.schema import ARMS, CONVERSATIONS, RUNS, UPDATES, Columns, Runs
 from tracedraft.counts import UPDATE
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 NAN = float("nan")
 
@@ -35,32 +39,88 @@ class Counted:
     complete: bool
 
 
-def frames(counted: Iterable[Counted], problems: list[tuple[str, str]]) -> Runs:
-    """The frames of runs, in their order."""
-    runs: list[dict[str, Any]] = []
-    conversations: list[dict[str, Any]] = []
-    updates: list[dict[str, Any]] = []
-    seen: Counter[str] = Counter()
-    for run in counted:
-        fingerprint = run.header["fingerprint"]
+class Tables(NamedTuple):
+    """Runs on their way to frames, one after the other: those columns, but for ``run``, in Arrow.
+
+    Objects are JSON. ``runs`` also has what ``NOTES`` names.
+    """
+
+    runs: pa.Table
+    conversations: pa.Table
+    updates: pa.Table
+
+
+NOTES: Columns = {
+    "_key": ("str", "hash of all that the run was read from"),
+    "_problem": ("str", "what was wrong with that; empty: nothing"),
+    "_updates": ("int64", "rows in ``updates``; those in ``conversations`` stand in the run's own column"),
+}
+PARTS = (RUNS | NOTES, CONVERSATIONS, UPDATES)
+KINDS = {"object": "string", "str": "string", "bool": "bool", "int64": "int64", "float64": "float64"}
+
+
+def tables_of(run: Counted, key: str, problem: str | None) -> Tables:
+    """One run."""
+    updates = {name: [value for row in run.rows for value in row["updates"].get(name, ())] for name in UPDATE}
+    updates["conversation"] = [row["index"] for row in run.rows for _ in row["updates"].get("round", ())]
+    notes = {"_key": key, "_problem": problem or "", "_updates": len(updates["round"])}
+    conversations = [conversation_row(row) for row in run.rows]
+    return Tables(
+        _table({name: [value] for name, value in (run_row(run) | notes).items()}, PARTS[0]),
+        _table({name: [row[name] for row in conversations] for name in CONVERSATIONS if name != "run"}, PARTS[1]),
+        _table(updates, PARTS[2]),
+    )
+
+
+def _table(values: dict[str, list[Any]], columns: Columns) -> pa.Table:
+    import pyarrow as pa
+
+    def array(name: str, dtype: str) -> pa.Array:
+        plain = [json.dumps(value, separators=(",", ":")) for value in values[name]] if dtype == "object" else None
+        return pa.array(values[name] if plain is None else plain, KINDS[dtype])
+
+    return pa.table({name: array(name, dtype) for name, (dtype, _) in columns.items() if name != "run"})
+
+
+def joined(parts: Sequence[Tables]) -> Tables:
+    """Several, in order."""
+    import pyarrow as pa
+
+    empty = [_table({name: [] for name in columns}, columns) for columns in PARTS]
+    return Tables(*(pa.concat_tables(column) for column in zip(empty, *parts, strict=True)))
+
+
+def frames(tables: Tables, problems: list[tuple[str, str]]) -> Runs:
+    """The frames, each run under its key."""
+    import pyarrow as pa
+
+    runs = tables.runs
+    fingerprints, seen = runs["fingerprint"].to_pylist(), Counter[str]()
+    keys = []
+    for fingerprint in fingerprints:
         seen[fingerprint] += 1
-        key = fingerprint if seen[fingerprint] == 1 else f"{fingerprint}-{seen[fingerprint]}"
-        runs.append(run_row(run, key))
-        conversations += ({"run": key} | conversation_row(row) for row in run.rows)
-        updates += ({"run": key} | row for row in update_rows(run.rows))
-    made = zip((runs, conversations, updates), (RUNS, CONVERSATIONS, UPDATES), strict=True)
-    return Runs(*(typed(rows, columns) for rows, columns in made), problems)
+        keys.append(fingerprint if seen[fingerprint] == 1 else f"{fingerprint}-{seen[fingerprint]}")
+    noted = zip(runs["path"].to_pylist(), runs["_problem"].to_pylist(), strict=True)
+    counts = [[1] * len(keys), runs["conversations"].to_pylist(), runs["_updates"].to_pylist()]
+    names = pa.array(keys, "string")
+    owners = [names.take(pa.array(np.repeat(np.arange(len(keys)), each))) for each in counts]
+    kept = (tables.runs.drop_columns(list(NOTES)), tables.conversations, tables.updates)
+    made = [_frame(table.add_column(0, "run", keys)) for table, keys in zip(kept, owners, strict=True)]
+    return Runs(made[0], made[1], made[2], problems + [(path, problem) for path, problem in noted if problem])
 
 
-def typed(rows: list[dict[str, Any]], columns: Columns) -> pd.DataFrame:
-    """A frame with exactly these columns, whatever the rows."""
+def _frame(table: pa.Table) -> pd.DataFrame:
     import pandas as pd
 
-    values = {name: pd.Series([row[name] for row in rows], dtype=kind) for name, (kind, _) in columns.items()}
-    return pd.DataFrame(values)
+    columns = next(c for c in (RUNS, CONVERSATIONS, UPDATES) if list(c) == table.column_names)
+    frame = table.to_pandas(split_blocks=True)
+    for name, (dtype, _) in columns.items():
+        if dtype == "object":
+            frame[name] = pd.Series(list(map(json.loads, table[name].to_pylist())), dtype="object")
+    return frame
 
 
-def run_row(run: Counted, key: str) -> dict[str, Any]:
+def run_row(run: Counted) -> dict[str, Any]:
     header, config, attempts = run.header, run.header["config"], run.header["attempts"]
     workload, decode, adapter = config["workload"], config["decode"], config["adapter"]
     rates = [part["lr"] for part in (adapter, *_parts(adapter, "outer", "inner")) if part.get("lr") is not None]
@@ -68,7 +128,6 @@ def run_row(run: Counted, key: str) -> dict[str, Any]:
         sum(row[name] for row in run.rows) for name in ("audited", "mismatches", "near_ties", "unexplained")
     )
     return {
-        "run": key,
         **{name: header[name] for name in ("fingerprint", "experiment", "config", "attempts")},
         "name": header["folder"],
         **{name: getattr(run, name) for name in ("path", "source", "complete")},
@@ -161,9 +220,3 @@ def _counts(prefix: str, counts: dict[str, Any] | None) -> dict[str, Any]:
         f"{prefix}seconds": serving,
         f"{prefix}outer_seconds": seconds.get("outer", 0.0) if seconds else NAN,
     }
-
-
-def update_rows(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    for row in rows:
-        for values in zip(*(row["updates"].get(name, ()) for name in UPDATE), strict=True):
-            yield {"conversation": row["index"]} | dict(zip(UPDATE, values, strict=True))

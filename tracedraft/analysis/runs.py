@@ -4,50 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
 
-from omegaconf import OmegaConf
-
-from tracedraft import counts, records
-from tracedraft.analysis.frames import Counted, frames
+from tracedraft.analysis import cache as caches
+from tracedraft.analysis.frames import frames
 from tracedraft.analysis.schema import Runs
+from tracedraft.analysis.sources import Item, Source, items_at, run_folders
 from tracedraft.errors import UserError
 
-Source = Literal["wandb-offline", "wandb-api", "records"]
+Paths = str | Path | Iterable[str | Path]
 
 
-def load_runs(paths: str | Path | Iterable[str | Path], source: Source = "records") -> Runs:
+def load_runs(paths: Paths, source: Source = "wandb-offline", records: Paths = (), cache: Path | None = None) -> Runs:
     """Read runs into frames.
 
+    What W&B has is checked against the run's own record where that is at hand, and gives way to it; ``problems``
+    says where it had to. A run that W&B has nothing of, as with ``wandb.mode=disabled``, is read from its record.
+
     Args:
-        paths: folders of runs or of sweeps.
+        paths: folders of runs, of sweeps or of several; packed records, which serve where none of the folders
+            holds the run, or a folder of them. For the source wandb-api names of projects, ENTITY/PROJECT.
+        source: what to read of folders.
+        records: folders of records to check what a server has against.
+        cache: a folder in which to keep what was read, which is what makes thousands of runs quick.
 
     Raises:
-        UserError: none of them holds a run.
+        UserError: no such folder or project, or no run in all of them.
     """
-    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    problems: list[tuple[str, str]] = []
-    counted = []
-    for folder in (run for path in given for run in run_folders(path)):
-        try:
-            counted.append(from_record(folder))
-        except UserError as error:
-            problems.append((str(folder), str(error)))
-    return frames(counted, problems)
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if source == "wandb-api":
+        from tracedraft.analysis.wandb_api import api_items
+
+        beside = [records] if isinstance(records, str | Path) else list(records)
+        folders = [folder for path in beside for folder in run_folders(Path(path))]
+        items = [item for project in given for item in api_items(str(project), folders)]
+    else:
+        items = [item for path in given for item in items_at(Path(path), source)]
+    if not items:
+        raise UserError(f"{', '.join(map(str, given))}: no run there: give the folder of a sweep")
+    return frames(*caches.read(_distinct(items), cache))
 
 
-def run_folders(path: Path) -> list[Path]:
-    """The runs at or under a folder, by name."""
-    if (path / records.ATTEMPTS).exists():
-        return [path]
-    return sorted(file.parent for file in path.glob(f"**/{records.ATTEMPTS}"))
-
-
-def from_record(folder: Path) -> Counted:
-    """A run as its own record has it."""
-    attempts = records.read_attempts(folder)
-    config: Any = OmegaConf.to_container(OmegaConf.load(folder / records.CONFIG))
-    group = config["wandb"]["group"] or folder.parent.name
-    rows = [counts.conversation(record) for record in records.read_conversations(folder)]
-    header = counts.header(config, attempts, folder, group)
-    return Counted(header, rows, str(folder), "records", (folder / records.SUMMARY).exists())
+def _distinct(items: list[Item]) -> list[Item]:
+    """Without packed records of runs that are there themselves, and without what was named twice."""
+    found: dict[str, Item] = {}
+    there = {item.identity for item in items if not item.packed}
+    for item in items:
+        if not (item.packed and item.identity in there):
+            found.setdefault(item.path, item)
+    return list(found.values())

@@ -1,0 +1,216 @@
+"""Where runs are read: W&B's files on disk, its server, run records, and records packed for a commit.
+
+A W&B run is one attempt at a run, and shows all conversations of the run so far. Where the run's own record is at
+hand, what W&B has is checked against it, and gives way to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from omegaconf import OmegaConf
+
+from tracedraft import counts, records
+from tracedraft.analysis.frames import Counted
+from tracedraft.analysis.packed import ENDING, packed_lines, unpacked
+from tracedraft.analysis.wandb_log import log_files, read_log
+from tracedraft.errors import UserError
+from tracedraft.launch.ledger import LEDGER
+from tracedraft.mirror import COUNTS
+
+Source = Literal["wandb-offline", "wandb-api", "records"]
+
+
+class Found(NamedTuple):
+    """A run, if it could be read, and what was wrong with where it was read."""
+
+    run: Counted | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A run that is there to be read.
+
+    Attributes:
+        path: for people.
+        identity: fingerprint and folder name, alike wherever the run is read.
+        key: a hash of all that ``read`` reads.
+        packed: in a packed file, which serves where the run itself is not there.
+    """
+
+    path: str
+    identity: tuple[str, str]
+    key: str
+    read: Callable[[], Found]
+    packed: bool = False
+
+
+def items_at(path: Path, source: Source) -> list[Item]:
+    """The runs of a run folder, of the folder of a sweep or of several, or of a packed file or a folder of them.
+
+    Raises:
+        UserError: nothing there, or a packed file that can't be read.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder: give the folder of a run or of a sweep")
+    files = [path] if path.is_file() else sorted(path.glob(f"*{ENDING}"))
+    folders = [] if path.is_file() else run_folders(path)
+    found = [_folder_item(folder, source) for folder in folders]
+    return found + [item for file in files for item in _packed_items(file)]
+
+
+def run_folders(path: Path) -> list[Path]:
+    """The run folders at most two levels under a folder, by name."""
+    for below in ("", "*/", "*/*/"):
+        marks = (f"{below}{records.ATTEMPTS}", f"{below}wandb")
+        if found := {file.parent for mark in marks for file in path.glob(mark)}:
+            return sorted(found)
+    return []
+
+
+def _folder_item(folder: Path, source: Source) -> Item:
+    logs = log_files(folder) if source == "wandb-offline" else []
+    attempts = records.read_attempts(folder)
+    fingerprint = attempts[0]["fingerprint"] if attempts else next((_id(log)[0] for log in logs), "")
+
+    def read() -> Found:
+        logged, trouble = from_logs(folder, logs)
+        return settle(logged, trouble, folder if attempts else None)
+
+    return Item(str(folder), (fingerprint, folder.name), digest([source, item_digest(folder, logs)]), read)
+
+
+def item_digest(folder: Path, logs: list[Path]) -> str:
+    """Of all that a record, and W&B's files beside it, say."""
+    kept = [folder / name for name in (records.ATTEMPTS, records.CONFIG, records.CONVERSATIONS)]
+    ended, swept = (folder / records.SUMMARY).exists(), (folder.parent / LEDGER).exists()
+    return digest([str(folder), ended, swept, *(file_digest(file) for file in (*kept, *logs))])
+
+
+def _packed_items(file: Path) -> Iterator[Item]:
+    for line in packed_lines(file):
+        run = unpacked(line, file)
+        identity = run.header["fingerprint"], run.header["folder"]
+        yield Item(run.path, identity, digest([str(file), line]), _known(run), packed=True)
+
+
+def _known(run: Counted) -> Callable[[], Found]:
+    return lambda: Found(run, None)
+
+
+def digest(facts: Iterable[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(facts)).encode()).hexdigest()
+
+
+def file_digest(file: Path) -> str:
+    """Of its bytes; empty without the file."""
+    try:
+        with open(file, "rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def from_record(folder: Path) -> Counted:
+    """A run as its own record has it.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    attempts = records.read_attempts(folder)
+    if not attempts or not (folder / records.CONFIG).exists():
+        raise UserError(f"{folder} has no {records.ATTEMPTS} or no {records.CONFIG}: restore the run")
+    config: Any = OmegaConf.to_container(OmegaConf.load(folder / records.CONFIG))
+    swept = folder.parent.name if (folder.parent / LEDGER).exists() else "single"
+    experiment = attempts[-1].get("experiment") or config["wandb"]["group"] or swept
+    rows = [counts.conversation(record) for record in records.read_conversations(folder)]
+    header = counts.header(config, attempts, folder, experiment)
+    return Counted(header, rows, str(folder), "records", (folder / records.SUMMARY).exists())
+
+
+def from_logs(folder: Path, logs: list[Path]) -> tuple[Counted | None, str | None]:
+    """A run as W&B's files have it, and what is wrong with the newest of them."""
+    attempts, trouble = [], None
+    for file in sorted(logs, key=_id):
+        trouble = None
+        try:
+            log = read_log(file)
+            attempts.append((log.config, log.history, log.exit_code == 0))
+            trouble = log.damage or ("stopped before the run ended" if log.exit_code is None else None)
+            trouble = trouble and f"{file.name} is {trouble}"
+        except UserError as error:
+            trouble = str(error)
+    return merged(attempts, str(folder), "wandb-offline", trouble)
+
+
+def _id(file: Path) -> tuple[str, int]:
+    """Fingerprint and number of the attempt, from run-FINGERPRINT-aNUMBER-…"""
+    parts = file.stem.split("-")
+    number = parts[2].removeprefix("a") if len(parts) > 2 else ""
+    return parts[1] if len(parts) > 1 else "", int(number) if number.isdigit() else 0
+
+
+Attempt = tuple[dict[str, Any], Iterable[dict[str, Any]], bool]  # config, history, whether it ended well
+
+
+def merged(
+    attempts: list[Attempt], path: str, source: Source, trouble: str | None
+) -> tuple[Counted | None, str | None]:
+    """One run from its W&B runs, the oldest first: the newest counts, where it says anything.
+
+    Args:
+        trouble: what is wrong with the newest.
+    """
+    header, rows, complete, unreadable = None, {}, False, None
+    for config, history, ended in attempts:
+        try:
+            header, complete, unreadable = counts.header_of(config), ended, None
+            rows |= {row["index"]: row for row in (json.loads(each[COUNTS]) for each in history if COUNTS in each)}
+        except (KeyError, ValueError) as error:
+            unreadable = f"what W&B has can't be read ({error})"
+    trouble = trouble or unreadable
+    if header is None:
+        return None, trouble
+    if sorted(rows) != list(range(len(rows))):
+        trouble = trouble or "W&B lacks conversations in between"
+    return Counted(header, [rows[i] for i in sorted(rows)], path, source, complete and not trouble), trouble
+
+
+def settle(logged: Counted | None, trouble: str | None, folder: Path | None) -> Found:
+    """What W&B has, if it agrees with the record; else the record.
+
+    Args:
+        logged: None: W&B has nothing, or nothing readable.
+        folder: of the record; None: not at hand.
+    """
+    if folder is None:
+        return Found(logged, trouble)
+    try:
+        record = from_record(folder)
+    except UserError as error:
+        return Found(logged, trouble or str(error))
+    if logged is None and trouble is None:
+        return Found(record, None)
+    difference = differ(logged, record) if logged is not None else "W&B has nothing of it"
+    if difference is None:
+        return Found(logged, None)
+    return Found(record, f"taken from its record: {trouble or difference}")
+
+
+def differ(logged: Counted, record: Counted) -> str | None:
+    """In what W&B's account of a run differs from the record; None: in nothing."""
+    if logged.header != record.header:
+        names = [key for key in record.header if logged.header.get(key) != record.header[key]]
+        return f"W&B has another {', '.join(names)}"
+    for ours, theirs in zip(record.rows, logged.rows, strict=False):
+        if ours != theirs:
+            return f"W&B has other counts of conversation {ours['index']}"
+    if len(logged.rows) != len(record.rows):
+        return f"W&B has {len(logged.rows)} of {len(record.rows)} conversations"
+    return None if logged.complete == record.complete else "W&B does not know that it ended"
