@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,9 @@ USAGE = """usage: tracedraft COMMAND [overrides]
               over several:      tracedraft run -m workload=sample_math,sample_chat adapter=reset,persistent
   status      where the runs of a sweep stand, at any time: tracedraft status SWEEP_FOLDER
   logs        what one of them said: tracedraft logs SWEEP_FOLDER RUN
+  check       what runs fall short of before they are published: tracedraft check SWEEP_FOLDER
+  pack        a sweep's records as one small file for a commit: tracedraft pack SWEEP_FOLDER
+  sync        upload offline W&B runs, each checked: tracedraft sync SWEEP_FOLDER
   train       train a draft for a target: tracedraft train target=smollm2-135m draft=eagle3 out=FOLDER
   eval-draft  accepted length, acceptance by depth, vocabulary coverage and cost of a draft:
               tracedraft eval-draft draft.path=FOLDER workload=sample_chat
@@ -46,6 +50,9 @@ def main() -> None:
         "run": run,
         "status": status,
         "logs": logs,
+        "check": check,
+        "pack": pack,
+        "sync": sync,
         "train": train,
         "eval-draft": eval_draft,
         "export": export,
@@ -113,13 +120,80 @@ def logs() -> None:
     _plainly(lambda: show_log(Path(folder), run))
 
 
+CHECK = """check FOLDER... [conversations=20] [orders=3]
+
+What the runs of sweeps, or packed records, fall short of before they are published: all finished, no token that is
+not the target's, one hardware, one set of versions, one commit, no prompt that settings were tuned on, enough
+different conversations, and enough orders (workload.seed) for learners that keep what they learn. Exit status 1 if
+they fall short of anything."""
+
+
+def check() -> None:
+    """The gate before publishing."""
+    from tracedraft.analysis.commands import check as check_runs
+
+    paths, options = _with_options(CHECK, conversations=20, orders=3)
+    _leaving(lambda: check_runs(paths, **options))
+
+
+PACK = """pack SWEEP_FOLDER [FOLDER]
+
+The records of a sweep as FOLDER/NAME.jsonl.gz (FOLDER: analysis/records), for a commit: config, provenance and counts
+of every conversation and update, without texts and tokens. Tables are made from it as from the sweep itself."""
+
+
+def pack() -> None:
+    """A sweep's records for a commit."""
+    from tracedraft.analysis.commands import pack as pack_runs
+
+    given, _ = _with_options(PACK)
+    if len(given) > 2:
+        _tell_usage(PACK, helped=False)
+    _leaving(lambda: pack_runs(Path(given[0]), Path(*given[1:]) if given[1:] else Path("analysis/records")))
+
+
+SYNC = """sync FOLDER [timeout=600]
+
+Upload the offline W&B runs of a run, a sweep or several, one by one, each checked, what is broken named and the
+others sent. The same again sends what is missing. timeout: seconds for each. Exit status 1 if one was not sent."""
+
+
+def sync() -> None:
+    """Offline W&B runs to their server."""
+    from tracedraft.analysis.commands import sync as upload
+
+    given, options = _with_options(SYNC, timeout=600)
+    if len(given) > 1:
+        _tell_usage(SYNC, helped=False)
+    _leaving(lambda: upload(Path(given[0]), **options))
+
+
 def _arguments(usage: str, count: int) -> list[str]:
     given = sys.argv[1:]
     if len(given) != count or given[0].startswith("-"):
-        helped = given[:1] in (["-h"], ["--help"])
-        print(f"usage: tracedraft {usage}", file=sys.stdout if helped else sys.stderr)
-        raise SystemExit(0 if helped else 2)
+        _tell_usage(usage, helped=given[:1] in (["-h"], ["--help"]))
     return given
+
+
+def _with_options(usage: str, **options: int) -> tuple[list[str], dict[str, int]]:
+    """One argument or more, and whole numbers as ``key=value``, from given defaults on."""
+    given = []
+    for argument in sys.argv[1:]:
+        key, equals, value = argument.partition("=")
+        if argument.startswith("-") or (equals and key in options and not value.isdigit()):
+            _tell_usage(usage, helped=argument in ("-h", "--help"))
+        if equals and key in options:
+            options[key] = int(value)
+        else:
+            given.append(argument)
+    if not given:
+        _tell_usage(usage, helped=False)
+    return given, options
+
+
+def _tell_usage(usage: str, helped: bool) -> NoReturn:
+    print(f"usage: tracedraft {usage}", file=sys.stdout if helped else sys.stderr)
+    raise SystemExit(0 if helped else 2)
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="train")
@@ -197,6 +271,14 @@ def prefetch(cfg: DictConfig) -> None:
 def _plainly(action: Any) -> None:
     try:
         action()
+    except UserError as error:
+        _leave(error)
+
+
+def _leaving(action: Callable[[], int]) -> NoReturn:
+    """Exit with the status that a command returns."""
+    try:
+        raise SystemExit(action())
     except UserError as error:
         _leave(error)
 

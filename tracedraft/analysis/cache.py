@@ -34,10 +34,8 @@ def read(items: Sequence[Item], cache: Path | None) -> tuple[Tables, list[tuple[
     keys = [digest([item.key, *code]) for item in items]
     place = cache and cache / digest(sorted(item.path for item in items))[:16]
     kept = place and _load(place)
-    if kept and kept.runs["_key"].to_pylist() == keys:
-        return kept, []
     known = _parts(kept) if kept else {}
-    parts, lost = [], []
+    parts, order, lost = [], [], []
     for item, key in zip(items, keys, strict=True):
         if key not in known:
             run, problem = item.read()
@@ -46,6 +44,9 @@ def read(items: Sequence[Item], cache: Path | None) -> tuple[Tables, list[tuple[
                 continue
             known[key] = tables_of(run, key, problem)
         parts.append(known[key])
+        order.append(key)
+    if kept and kept.runs["_key"].to_pylist() == order:
+        return kept, lost
     whole = joined(parts)
     if place:
         _save(whole, place)

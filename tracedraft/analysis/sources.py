@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 
 from tracedraft import counts, records
 from tracedraft.analysis.frames import Counted
-from tracedraft.analysis.packed import ENDING, packed_lines, unpacked
+from tracedraft.analysis.packed import ENDING, read_packed
 from tracedraft.analysis.wandb_log import log_files, read_log
 from tracedraft.errors import UserError
-from tracedraft.launch.ledger import LEDGER
+from tracedraft.launch.ledger import LEDGER, read_ledger
 from tracedraft.mirror import COUNTS
 
 Source = Literal["wandb-offline", "wandb-api", "records"]
@@ -62,6 +62,7 @@ def items_at(path: Path, source: Source) -> list[Item]:
     files = [path] if path.is_file() else sorted(path.glob(f"*{ENDING}"))
     folders = [] if path.is_file() else run_folders(path)
     found = [_folder_item(folder, source) for folder in folders]
+    found += [_missing_item(name, why) for name, why in missing_runs(path, folders)]
     return found + [item for file in files for item in _packed_items(file)]
 
 
@@ -93,11 +94,31 @@ def item_digest(folder: Path, logs: list[Path]) -> str:
     return digest([str(folder), ended, swept, *(file_digest(file) for file in (*kept, *logs))])
 
 
+def missing_runs(path: Path, folders: Iterable[Path]) -> list[tuple[str, str]]:
+    """(folder, why) of runs that the ledgers at and below a folder know and that left nothing."""
+    there = {folder.resolve() for folder in folders}
+    found = []
+    for ledger in sorted([*path.glob(LEDGER), *path.glob(f"*/{LEDGER}")]):
+        for state in read_ledger(ledger.parent)[0].values():
+            absent = (ledger.parent / state.run).resolve() not in there
+            if absent and not state.reused and state.state != "excluded":
+                why = f"{state.state}: {state.reason}".removesuffix(": ")
+                found.append((str(ledger.parent / state.run), f"left no record ({why})"))
+    return found
+
+
+def _missing_item(path: str, why: str) -> Item:
+    return Item(path, ("", path), digest([path, why]), lambda: Found(None, why))
+
+
 def _packed_items(file: Path) -> Iterator[Item]:
-    for line in packed_lines(file):
-        run = unpacked(line, file)
-        identity = run.header["fingerprint"], run.header["folder"]
-        yield Item(run.path, identity, digest([str(file), line]), _known(run), packed=True)
+    content = file_digest(file)
+    for path, run in read_packed(file):
+        if isinstance(run, str):
+            yield _missing_item(path, run)
+        else:
+            identity = run.header["fingerprint"], run.header["folder"]
+            yield Item(path, identity, digest([path, content]), _known(run), packed=True)
 
 
 def _known(run: Counted) -> Callable[[], Found]:
