@@ -79,6 +79,8 @@ def conversation(record: dict[str, Any]) -> dict[str, Any]:
     same = bool(turns) and len(alike) == len(turns)
     lossless = {key: sum(turn["lossless"][key] for turn in turns) for key in ("audited", "mismatches", "near_ties")}
     adapted = [turn["arms"]["adapted"] for turn in turns]
+    outer = record.get("outer")
+    arms, paired = _arms(turns, names, outer), None if same or not alike else _paired(alike, names, outer)
     grams, repeated = ngrams(response["tokens"] for response in adapted)
     differ = [turn for turn in turns if turn["paired"] and _differ(turn, "fixed")]
     return {
@@ -86,9 +88,9 @@ def conversation(record: dict[str, Any]) -> dict[str, Any]:
         "position": record.get("position", record["index"]),
         "refused": record["refused"],
         "turns": len(turns),
-        "arms": {name: _arm([turn["arms"][name] for turn in turns]) for name in names},
+        "arms": arms,
         "same": same,
-        "paired": None if same or not alike else _paired(alike, names),
+        "paired": paired,
         **lossless,
         "arms_differ": len(differ),
         # Arms that differ by no near-tie can't both be the target's output.
@@ -99,18 +101,28 @@ def conversation(record: dict[str, Any]) -> dict[str, Any]:
         "ended": dict(Counter(response["ended"] for response in adapted)),
         "updates": _updates(turns),
         "drift": record["drift"],
-        "outer": record.get("outer"),
+        "outer": outer,
     }
 
 
-def _paired(alike: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+def _paired(
+    alike: list[dict[str, Any]], names: Iterable[str], outer: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
     """Counts of turns that both arms answered alike; of a third arm only if it said the same in all of them."""
-    kept = [name for name in names if not any(_differ(turn, name) for turn in alike)]
-    return {name: _arm([turn["arms"][name] for turn in alike]) for name in kept}
+    return _arms(alike, [name for name in names if not any(_differ(turn, name) for turn in alike)], outer)
 
 
 def _differ(turn: dict[str, Any], name: str) -> bool:
     return turn["arms"][name]["tokens"] != turn["arms"]["adapted"]["tokens"]
+
+
+def _arms(
+    turns: list[dict[str, Any]], names: Iterable[str], outer: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    arms = {name: _arm([turn["arms"][name] for turn in turns]) for name in names}
+    if outer and outer["seconds"] is not None and arms["adapted"]["seconds"]:
+        arms["adapted"]["seconds"]["outer"] += outer["seconds"]
+    return arms
 
 
 def _arm(responses: list[dict[str, Any]]) -> dict[str, Any]:

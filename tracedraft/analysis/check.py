@@ -75,9 +75,9 @@ def _names(rows: Iterable[Row]) -> tuple[str, ...]:
 
 def _unread(runs: Runs) -> Iterator[Finding]:
     read = set(runs.runs["path"])
-    for path, reason in runs.problems:
-        if path not in read:
-            yield Finding("unread", reason, (path,))
+    lost = [{"name": path, "reason": reason} for path, reason in runs.problems if path not in read]
+    for reason, same in _grouped(lost, lambda row: row["reason"]).items():
+        yield Finding("unread", reason, _names(same))
 
 
 def _unfinished(rows: list[Row]) -> Iterator[Finding]:
@@ -131,7 +131,10 @@ def _machine(row: Row) -> str:
 
 def _development(rows: list[Row], answered: dict[str, set[str]]) -> Iterator[Finding]:
     """Prompts of the development split, by which settings were chosen, in whatever split the run asked for."""
-    tuned = Counter({row["name"]: sum(map(is_dev, answered[row["run"]])) for row in rows if not row["test_only"]})
+    tuned = Counter[str]()
+    for row in rows:
+        tunable = (id for id in answered[row["run"]] if id.partition("/")[0] not in row["test_only"])
+        tuned[row["name"]] += sum(map(is_dev, tunable))
     if tuned.total():
         text = f"answered {tuned.total()} prompts that settings are tuned on: workload.split=test leaves them out"
         yield Finding("split", text, tuple(name for name, count in tuned.items() if count))

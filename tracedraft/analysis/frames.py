@@ -136,7 +136,8 @@ def run_row(run: Counted) -> dict[str, Any]:
         **{name: config[name] for name in ("seed", "measure")},
         "order": workload.get("seed", 0),
         "split": workload.get("split", "all"),
-        "test_only": workload.get("test_only", False),
+        "test_only": [part["name"] for part in _workloads(workload) if part.get("test_only")],
+        "switches": attempts[0]["data"].get("switches"),
         "threads": _one(attempts, lambda attempt: attempt["torch_threads"]),
         "workers": _one(attempts, lambda attempt: attempt.get("workers", 1)),
         "hardware": _distinct(attempts, _hardware),
@@ -150,6 +151,12 @@ def run_row(run: Counted) -> dict[str, Any]:
         "conversations": len(run.rows),
         "learning_rate": rates[0] if rates else NAN,
     }
+
+
+def _workloads(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Itself, or those that a stream draws from."""
+    sources = workload.get("sources")
+    return [workload] if sources is None else [part for each in sources.values() for part in _workloads(each)]
 
 
 def _parts(adapter: dict[str, Any], *names: str) -> list[dict[str, Any]]:

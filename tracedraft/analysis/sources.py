@@ -99,9 +99,13 @@ def missing_runs(path: Path, folders: Iterable[Path]) -> list[tuple[str, str]]:
     there = {folder.resolve() for folder in folders}
     found = []
     for ledger in sorted([*path.glob(LEDGER), *path.glob(f"*/{LEDGER}")]):
-        for state in read_ledger(ledger.parent)[0].values():
+        states, others = read_ledger(ledger.parent)
+        last = next((event["sweep"] for event in reversed(others) if event["event"] == "sweep"), "")
+        for state in states.values():
             absent = (ledger.parent / state.run).resolve() not in there
-            if absent and not state.reused and state.state != "excluded":
+            # What could not even be identified is no run any more once a later command asks for others.
+            gone = state.facts.get("fingerprint") is None and state.sweep != last
+            if absent and not (state.reused or gone or state.state == "excluded"):
                 why = f"{state.state}: {state.reason}".removesuffix(": ")
                 found.append((str(ledger.parent / state.run), f"left no record ({why})"))
     return found

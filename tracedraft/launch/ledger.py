@@ -55,6 +55,7 @@ class State:
 
     Attributes:
         state: queued, running, done, failed, excluded or elsewhere.
+        sweep: the last command that asked for it.
         facts: what it is: fingerprint, overrides, conversations, and the names of its parts.
         since: when that state began.
         seconds: of the attempt that finished.
@@ -71,6 +72,7 @@ class State:
     reason: str = ""
     reused: bool = False
     drift: tuple[str, ...] = ()
+    sweep: str = ""
 
 
 def read_ledger(folder: Path) -> tuple[dict[str, State], list[dict[str, Any]]]:
@@ -97,7 +99,7 @@ def step(before: State, event: dict[str, Any]) -> State:
     kind, at = event["event"], event["time"]
     if kind == "queued":
         facts = {key: value for key, value in event.items() if key not in _COMMON}
-        return State(before.run, "queued", facts, since=at, seconds=before.seconds)
+        return State(before.run, "queued", facts, since=at, seconds=before.seconds, sweep=event.get("sweep", ""))
     if kind == "reused":
         return replace(before, state="done", since=at, reused=True, drift=tuple(event.get("drift", ())))
     if kind == "started":
