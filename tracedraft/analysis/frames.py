@@ -116,7 +116,8 @@ def _frame(table: pa.Table) -> pd.DataFrame:
     frame = table.to_pandas(split_blocks=True)
     for name, (dtype, _) in columns.items():
         if dtype == "object":
-            frame[name] = pd.Series(list(map(json.loads, table[name].to_pylist())), dtype="object")
+            texts = table[name].to_pylist()
+            frame[name] = pd.Series(json.loads(f"[{','.join(texts)}]"), dtype="object")
     return frame
 
 

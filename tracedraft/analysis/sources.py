@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -61,7 +63,8 @@ def items_at(path: Path, source: Source) -> list[Item]:
         raise UserError(f"{path}: no such file or folder: give the folder of a run or of a sweep")
     files = [path] if path.is_file() else sorted(path.glob(f"*{ENDING}"))
     folders = [] if path.is_file() else run_folders(path)
-    found = [_folder_item(folder, source) for folder in folders]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+        found = list(pool.map(lambda folder: _folder_item(folder, source), folders))
     found += [_missing_item(name, why) for name, why in missing_runs(path, folders)]
     return found + [item for file in files for item in _packed_items(file)]
 
