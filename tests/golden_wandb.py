@@ -1,4 +1,4 @@
-"""Makes the golden file of the installed W&B client: ``python tests/golden_wandb.py``, once for each supported version."""
+"""Makes the golden file of the installed W&B client, of which each supported one needs its own: run this script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import wandb
 
 FOLDER = Path(__file__).parent / "data" / "logs"
-CONFIG = {"adapter": {"lr": 1e-8, "clip": None, "at_rounds": [5]}, "counts": 1, "attempts": [{"git": {"dirty": False}}]}
+CONFIG = {
+    "adapter": {"lr": 1e-8, "clip": None, "at_rounds": [5]},
+    "counts": 1,
+    "attempts": [{"git": {"dirty": False}}],
+}
 ROWS = [
     {"tau": 1.5, "counts": '{"index":0,"id":"é"}'},
     {"tau": 2.0, "counts": '{"index":1}' + " " * 70_000},  # over three blocks of the file
@@ -24,7 +28,9 @@ def main() -> None:
         x_disable_stats=True, x_disable_machine_info=True, program="golden", root_dir="golden",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        run = wandb.init(mode="offline", project="p", group="g", dir=folder, id="f-a1-x", config=CONFIG, settings=settings)
+        run = wandb.init(
+            mode="offline", project="p", group="g", dir=folder, id="f-a1-x", config=CONFIG, settings=settings
+        )
         run.define_metric("counts", summary="none", hidden=True)
         for step, row in enumerate(ROWS):
             run.log(row, step=step)

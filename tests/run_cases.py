@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from tracedraft import measure as measuring
 from tracedraft.config import shipped_dir
 from tracedraft.meter import PHASES
 from tracedraft.records import CONVERSATIONS
@@ -46,3 +48,19 @@ def prompts_file(folder: Path, *questions: tuple[str, ...]) -> tuple[str, ...]:
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     order = ("workload.order=file", "workload.limit=null")
     return ("workload=gsm8k", f"paths.data={folder}", *order)
+
+
+def interrupted(cfg, folder: Path, after: int, sweep: str | None = None) -> None:
+    """Stop a run once ``after`` records are on disk, as SIGINT would, in the middle of the next answer."""
+    converse, served = measuring.converse, []
+
+    def stop(*arguments):
+        if len(served) == after:
+            raise KeyboardInterrupt
+        served.append(1)
+        return converse(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "converse", stop)
+        with pytest.raises(KeyboardInterrupt):
+            measuring.measure(cfg, folder, sweep)

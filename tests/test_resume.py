@@ -6,13 +6,12 @@ import json
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from conftest import in_child
-from run_cases import arms, composed, conversations, untimed
+from run_cases import arms, composed, conversations, interrupted, untimed
 
 from tracedraft.measure import measure
 from tracedraft.records import SUMMARY, read_attempts, read_conversations, read_summary
@@ -61,7 +60,7 @@ def test_a_run_goes_on_after_each_conversation(tmp_path, adapter):
     expected = untimed(tmp_path / "whole")
     for stop in (1, 2):
         folder = tmp_path / str(stop)
-        _interrupt(cfg, folder, stop)
+        interrupted(cfg, folder, stop)
         kept = (folder / "conversations.jsonl").read_bytes()
         assert kept.count(b"\n") == stop
         summary = measure(cfg, folder, None)
@@ -81,37 +80,23 @@ def test_the_mirror_of_each_attempt_shows_all_earlier_rows(tmp_path, monkeypatch
             mirrored.append([])
 
         def log(self, row, step):
-            mirrored[-1].append((step, {k: v for k, v in row.items() if "tokens_per_s" not in k and k != "speedup"}))
+            timed = ("tokens_per_s", "fixed.tokens_per_s", "speedup", "counts")
+            counts = json.loads(row["counts"])
+            for arm in counts["arms"].values():
+                del arm["seconds"]
+            mirrored[-1].append((step, {k: v for k, v in row.items() if k not in timed} | {"counts": counts}))
 
     monkeypatch.setattr("tracedraft.measure.open_tracker", lambda **_: Rows())
     cfg = composed(*LEARNING, *OFTEN)
     measure(cfg, tmp_path / "whole", None)
-    _interrupt(cfg, tmp_path / "stopped", 1)
-    _interrupt(cfg, tmp_path / "stopped", 1)
+    interrupted(cfg, tmp_path / "stopped", 1)
+    interrupted(cfg, tmp_path / "stopped", 1)
     measure(cfg, tmp_path / "stopped", None)
     whole, first, second, last = mirrored
     assert [step for step, _ in whole] == [0, 1, 2]
     assert first == whole[:1]
     assert second == whole[:2]
     assert last == whole
-
-
-def _interrupt(cfg, folder: Path, after: int) -> None:
-    """Stop a run once ``after`` records are on disk, as SIGINT would, in the middle of the next answer."""
-    from tracedraft import measure as measuring
-
-    converse, served = measuring.converse, []
-
-    def stop(*arguments):
-        if len(served) == after:
-            raise KeyboardInterrupt
-        served.append(1)
-        return converse(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "converse", stop)
-        with pytest.raises(KeyboardInterrupt):
-            measure(cfg, folder, None)
 
 
 def test_a_finished_run_is_not_done_again(tmp_path, capsys):
@@ -129,7 +114,7 @@ def test_a_learner_whose_state_is_gone_is_an_error(tmp_path):
     from tracedraft.errors import UserError
 
     cfg = composed(*LEARNING, *OFTEN)
-    _interrupt(cfg, tmp_path, 2)
+    interrupted(cfg, tmp_path, 2)
     for file in tmp_path.glob("learner-*.pt"):
         file.unlink()
     with pytest.raises(UserError, match="state after conversation 2 is missing"):
@@ -139,7 +124,7 @@ def test_a_learner_whose_state_is_gone_is_an_error(tmp_path):
 
 def test_other_threads_are_the_same_run_and_say_so(tmp_path):
     """Threads change timings, not counts: the attempts tell them apart."""
-    _interrupt(composed(*LEARNING, "threads=1"), tmp_path, 1)
+    interrupted(composed(*LEARNING, "threads=1"), tmp_path, 1)
     summary = measure(composed(*LEARNING, "threads=2"), tmp_path, None)
     assert [attempt["torch_threads"] for attempt in summary["provenance"]["attempts"]] == [1, 2]
     torch.set_num_threads(1)

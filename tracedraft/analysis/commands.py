@@ -24,7 +24,7 @@ def check(paths: list[str], conversations: int, orders: int) -> int:
     for path, reason in gate.notes(runs):
         print(f"note: {path}: {reason}")
     print(gate.report(found, len(runs.runs)), end="")
-    verdict = f"{len(found)} findings" if found else "nothing falls short"
+    verdict = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing falls short"
     print(f"{len(runs.runs)} runs, {len(runs.conversations)} conversations: {verdict}")
     return 1 if found else 0
 

@@ -52,6 +52,8 @@ def read_packed(file: Path) -> list[tuple[str, Counted | str]]:
     """
     try:
         data = gzip.decompress(file.read_bytes())
+        if not data:
+            raise ValueError("empty")
         lines = [json.loads(line) for line in data.split(b"\n") if line]
         return [_run(line, file) for line in lines]
     except (OSError, EOFError, zlib.error) as error:
