@@ -63,6 +63,9 @@ def header_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without(value: Any, keys: Container[str]) -> Any:
+    """Without these keys, and of each place on a disk its last part alone."""
+    if isinstance(value, str):
+        return Path(value).name if Path(value).is_absolute() else value
     if isinstance(value, dict):
         return {key: _without(each, keys) for key, each in value.items() if key not in keys}
     return [_without(each, keys) for each in value] if isinstance(value, list) else value

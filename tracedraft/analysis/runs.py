@@ -30,6 +30,11 @@ def load_runs(paths: Paths, source: Source = "wandb-offline", records: Paths = (
     Raises:
         UserError: no such folder or project, or no run in all of them.
     """
+    try:
+        import pandas  # noqa: F401
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'tracedraft[analysis]'") from error
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if source == "wandb-api":
         from tracedraft.analysis.wandb_api import api_items

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from tracedraft import counts, records
 from tracedraft.analysis.frames import Counted
 from tracedraft.analysis.packed import ENDING, read_packed
-from tracedraft.analysis.wandb_log import log_files, read_log
+from tracedraft.analysis.wandb_log import LOGS, log_files, read_log
 from tracedraft.errors import UserError
 from tracedraft.launch.ledger import LEDGER, read_ledger
 from tracedraft.mirror import COUNTS
@@ -71,11 +71,10 @@ def items_at(path: Path, source: Source) -> list[Item]:
 
 def run_folders(path: Path) -> list[Path]:
     """The run folders at most two levels under a folder, by name."""
-    for below in ("", "*/", "*/*/"):
-        marks = (f"{below}{records.ATTEMPTS}", f"{below}wandb")
-        if found := {file.parent for mark in marks for file in path.glob(mark)}:
-            return sorted(found)
-    return []
+    levels = ("", "*/", "*/*/")
+    recorded = {file.parent for below in levels for file in path.glob(f"{below}{records.ATTEMPTS}")}
+    logged = {file.parents[2] for below in levels for file in path.glob(f"{below}{LOGS}")}
+    return sorted(recorded | logged)
 
 
 def _folder_item(folder: Path, source: Source) -> Item:

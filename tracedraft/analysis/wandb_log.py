@@ -18,6 +18,7 @@ from typing import Any
 
 from tracedraft.errors import UserError
 
+LOGS = "wandb/*run-*/run-*.wandb"  # in a run folder, without the link latest-run
 HEADER = b":W&B\xe1\xbe\x00"  # a sign, the client's magic number, and the format's version
 BLOCK = 32768
 CHUNK = struct.Struct("<IHB")  # CRC of what follows it, length of the payload, kind
@@ -49,7 +50,7 @@ class Log:
 
 def log_files(folder: Path) -> list[Path]:
     """The files of a run folder, one an attempt."""
-    return sorted(folder.glob("wandb/*run-*/run-*.wandb"))  # without the link latest-run
+    return sorted(folder.glob(LOGS))
 
 
 def read_log(file: Path) -> Log:
