@@ -121,7 +121,7 @@ def write(folder: Path, runs: int, conversations: int, config: dict[str, Any]) -
         (run / records.CONFIG).write_text(OmegaConf.to_yaml(named))
         (run / records.ATTEMPTS).write_text(json.dumps(attempt) + "\n")
         (run / records.CONVERSATIONS).write_text(lines[kind])
-        (run / records.SUMMARY).write_text("{}\n")
+        (run / records.SUMMARY).write_text(json.dumps({"conversations": conversations}))
         header = counts.header(named, [attempt], run, folder.name)
         log.write_bytes(encoded(log.stem.removeprefix("run-"), counts.flat(header), history[kind], 0))
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tracedraft.analysis import check as gate
-from tracedraft.analysis.check import BARRED, Finding, findings
+from tracedraft.analysis.check import Finding, findings
 from tracedraft.analysis.commands import check
 from tracedraft.analysis.frames import Counted, frames, joined, tables_of
 from tracedraft.analysis.schema import Runs
@@ -121,7 +121,6 @@ def test_a_mixture_names_who_is_what(kind, change):
     assert finding.runs == ("run0", "run1", "run2", "odd")
     assert ": run0, run1, run2" in finding.text
     assert finding.text.endswith(": odd")
-    assert (kind in BARRED) == (kind != "code")
 
 
 def test_hardware_is_no_matter_where_nothing_was_timed():

@@ -14,6 +14,7 @@ import wandb
 from analysis_cases import Server, make_sweep
 from pandas.testing import assert_frame_equal
 
+from tracedraft import counts
 from tracedraft.analysis import sources
 from tracedraft.analysis.commands import pack
 from tracedraft.analysis.runs import load_runs
@@ -46,12 +47,15 @@ def recorded(sweep) -> Runs:
 
 def assert_alike(one: Runs, other: Runs, names: list[str] = RUN_NAMES) -> None:
     """Row by row, all columns but where they were read."""
-    picked = one.runs[one.runs["name"].isin(names)]
-    for frame, right in zip(astuple(one)[:3], astuple(other)[:3], strict=True):
-        left = frame[frame["run"].isin(picked["run"])]
+    for left, right in zip(astuple(picked(one, names))[:3], astuple(other)[:3], strict=True):
         places = [name for name in ("path", "source") if name in left]
-        left, right = (f.sort_values(list(f.columns[:3])).drop(columns=places) for f in (left, right))
-        assert_frame_equal(left.reset_index(drop=True), right.reset_index(drop=True))
+        pair = [f.sort_values(list(f.columns[:3])).drop(columns=places).reset_index(drop=True) for f in (left, right)]
+        assert_frame_equal(*pair)
+
+
+def picked(runs: Runs, names: list[str]) -> Runs:
+    kept = runs.runs[runs.runs["name"].isin(names)]
+    return Runs(kept, *(frame[frame["run"].isin(kept["run"])] for frame in astuple(runs)[1:3]), [])
 
 
 def test_frames_have_the_columns_they_promise(recorded):
@@ -154,6 +158,16 @@ def test_nothing_of_this_machine_and_no_text_leaves_it(sweep, tmp_path):
             assert json.dumps(turn["arms"]["fixed"]["tokens"], separators=(",", ":")) not in packed
 
 
+def test_a_header_names_files_and_not_where_they_lie():
+    config = {"draft": {"name": "d", "path": "/home/me/d"}, "workload": {"data": "/data", "turns": ["{q}"]}}
+    attempt = {"fingerprint": "f", "argv": ["/x"], "draft_weights": {"origin": "/home/me/d", "sha256": "0"}}
+    header = counts.header(config, [attempt], Path("/runs/sweep/run"), "sweep")
+    assert header["config"]["draft"] == {"name": "d"}
+    assert header["config"]["workload"] == {"turns": ["{q}"]}
+    assert header["attempts"] == [{"fingerprint": "f", "draft_weights": {"origin": "d", "sha256": "0"}}]
+    assert counts.header_of(counts.flat(header)) == header
+
+
 def test_packing_again_makes_the_same_bytes_and_less_than_all_says_so(copied, tmp_path, capsys):
     pack(copied, tmp_path / "a")
     shutil.move(copied, tmp_path / "elsewhere" / "sweep")
@@ -198,8 +212,7 @@ def test_a_broken_log_without_a_record_costs_that_run_alone(copied, recorded):
     assert "unpaired" not in set(found.runs["name"])
     assert not found.runs.set_index("name").loc["both", "complete"]
     rest = ["stopped", "untimed", "untracked"]
-    kept = found.runs[found.runs["name"].isin(rest)]
-    assert_alike(recorded, Runs(kept, *(f[f["run"].isin(kept["run"])] for f in astuple(found)[1:3]), []), rest)
+    assert_alike(recorded, picked(found, rest), rest)
 
 
 def test_a_log_that_says_something_else_gives_way_to_the_record(copied):
@@ -218,6 +231,27 @@ def test_a_record_that_broke_is_replaced_by_the_log(copied, recorded):
     found = load_runs(copied)
     ((path, reason),) = found.problems
     assert (path, "not a record" in reason) == (str(copied / "both"), True)
+    assert_alike(recorded, found)
+
+
+@pytest.mark.parametrize("file", ["attempts.jsonl", "config.yaml", "conversations.jsonl"])
+@pytest.mark.parametrize("text", ["", "{}\n", "[\n", "\x00\x01", '{"fingerprint": 1}\n'])
+def test_whatever_a_record_holds_it_costs_that_run_alone(copied, recorded, file, text):
+    (copied / "stopped" / file).write_text(text)
+    (copied / "untracked" / file).write_text(text)
+    found = load_runs(copied)
+    assert {path for path, _ in found.problems} == {str(copied / "stopped"), str(copied / "untracked")}
+    others = [name for name in RUN_NAMES if name not in ("stopped", "untracked")]
+    assert_alike(recorded, picked(found, others), others)
+    assert "records" not in set(found.runs.set_index("name").loc[others, "source"])
+
+
+def test_a_record_that_lost_its_last_line_is_replaced_by_the_log(copied, recorded):
+    lines = (copied / "both" / LINES).read_text()
+    (copied / "both" / LINES).write_text(lines[:-20])
+    found = load_runs(copied)
+    ((path, reason),) = found.problems
+    assert (path, "cut short" in reason) == (str(copied / "both"), True)
     assert_alike(recorded, found)
 
 
@@ -252,10 +286,13 @@ def test_packed_records_serve_where_the_run_is_not_there(copied, recorded, tmp_p
 @pytest.mark.parametrize(
     "data", [b"", b"no gzip", gzip.compress(b"{}\n"), gzip.compress(b'{"header":{"counts":0}}\n')]
 )
-def test_a_broken_packed_file_is_named(tmp_path, data):
+def test_a_broken_packed_file_is_named(copied, recorded, tmp_path, data):
     (tmp_path / "x.jsonl.gz").write_bytes(data)
-    with pytest.raises(UserError, match=r"x\.jsonl\.gz"):
-        load_runs(tmp_path)
+    with pytest.raises(UserError, match=r"x\.jsonl\.gz.*none of 1 could be read"):
+        load_runs(tmp_path / "x.jsonl.gz")
+    found = load_runs([tmp_path / "x.jsonl.gz", copied])
+    assert [path for path, _ in found.problems] == [str(tmp_path / "x.jsonl.gz")]
+    assert_alike(recorded, found)
 
 
 def test_places_without_runs(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 from tracedraft import counts, summary
 from tracedraft.analysis import frames, schema, sources, wandb_log
 from tracedraft.analysis.frames import NOTES, Tables, joined, tables_of
-from tracedraft.analysis.sources import Item, digest, file_digest
+from tracedraft.analysis.sources import STRANGE, Item, digest, file_digest
 from tracedraft.files import write_atomically
 
 CODE = (counts, summary, frames, schema, sources, wandb_log)  # decides what is made of a run
@@ -42,7 +42,11 @@ def read(items: Sequence[Item], cache: Path | None) -> tuple[Tables, list[tuple[
             if run is None:
                 lost.append((item.path, problem or "holds no run"))
                 continue
-            known[key] = tables_of(run, key, problem)
+            try:
+                known[key] = tables_of(run, key, problem)
+            except STRANGE as error:
+                lost.append((item.path, f"not a run as this version writes it ({error!r})"))
+                continue
         parts.append(known[key])
         order.append(key)
     if kept and kept.runs["_key"].to_pylist() == order:

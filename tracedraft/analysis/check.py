@@ -13,7 +13,6 @@ from tracedraft.workloads.prompts import is_dev
 
 ORDERS = 3  # of the stream, with an adapter that keeps what it learned
 CONVERSATIONS = 20  # different ones, behind each number
-BARRED = ("hardware", "versions", "lossless")  # kinds that no table mixes, unless it is asked to
 LISTED = 20  # names
 
 Row = dict[str, Any]  # of the frame of runs

@@ -28,7 +28,7 @@ def load_runs(paths: Paths, source: Source = "wandb-offline", records: Paths = (
         cache: a folder in which to keep what was read, which is what makes thousands of runs quick.
 
     Raises:
-        UserError: no such folder or project, or no run in all of them.
+        UserError: no such folder or project, or no run in all of them that can be read.
     """
     try:
         import pandas  # noqa: F401
@@ -46,7 +46,10 @@ def load_runs(paths: Paths, source: Source = "wandb-offline", records: Paths = (
         items = [item for path in given for item in items_at(Path(path), source)]
     if not items:
         raise UserError(f"{', '.join(map(str, given))}: no run there: give the folder of a sweep")
-    return frames(*caches.read(_distinct(items), cache))
+    tables, lost = caches.read(_distinct(items), cache)
+    if not len(tables.runs):
+        raise UserError(f"{lost[0][0]}: {lost[0][1]}; none of {len(lost)} could be read")
+    return frames(tables, lost)
 
 
 def _distinct(items: list[Item]) -> list[Item]:

@@ -11,11 +11,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from warnings import catch_warnings, simplefilter
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from tracedraft import counts, records
 from tracedraft.analysis.frames import Counted
@@ -25,6 +28,7 @@ from tracedraft.errors import UserError
 from tracedraft.launch.ledger import LEDGER, read_ledger
 from tracedraft.mirror import COUNTS
 
+STRANGE = (AttributeError, LookupError, TypeError, ValueError, YAMLError)  # what files of another shape raise
 Source = Literal["wandb-offline", "wandb-api", "records"]
 
 
@@ -57,7 +61,7 @@ def items_at(path: Path, source: Source) -> list[Item]:
     """The runs of a run folder, of the folder of a sweep or of several, or of a packed file or a folder of them.
 
     Raises:
-        UserError: nothing there, or a packed file that can't be read.
+        UserError: nothing there.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder: give the folder of a run or of a sweep")
@@ -66,7 +70,12 @@ def items_at(path: Path, source: Source) -> list[Item]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
         found = list(pool.map(lambda folder: _folder_item(folder, source), folders))
     found += [_missing_item(name, why) for name, why in missing_runs(path, folders)]
-    return found + [item for file in files for item in _packed_items(file)]
+    for file in files:
+        try:
+            found += _packed_items(file)
+        except UserError as error:
+            found.append(_missing_item(str(file), str(error)))
+    return found
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -79,21 +88,27 @@ def run_folders(path: Path) -> list[Path]:
 
 def _folder_item(folder: Path, source: Source) -> Item:
     logs = log_files(folder) if source == "wandb-offline" else []
-    attempts = records.read_attempts(folder)
-    fingerprint = attempts[0]["fingerprint"] if attempts else next((_id(log)[0] for log in logs), "")
+    recorded = (folder / records.ATTEMPTS).exists()
 
     def read() -> Found:
         logged, trouble = from_logs(folder, logs)
-        return settle(logged, trouble, folder if attempts else None)
+        return settle(logged, trouble, folder if recorded else None)
 
-    return Item(str(folder), (fingerprint, folder.name), digest([source, item_digest(folder, logs)]), read)
+    identity = _fingerprint(folder, logs), folder.name
+    return Item(str(folder), identity, digest([source, item_digest(folder, logs)]), read)
+
+
+def _fingerprint(folder: Path, logs: list[Path]) -> str:
+    with suppress(UserError, LookupError):
+        return str(records.read_attempts(folder)[0]["fingerprint"])
+    return next((_id(log)[0] for log in logs), "")
 
 
 def item_digest(folder: Path, logs: list[Path]) -> str:
     """Of all that a record, and W&B's files beside it, say."""
-    kept = [folder / name for name in (records.ATTEMPTS, records.CONFIG, records.CONVERSATIONS)]
-    ended, swept = (folder / records.SUMMARY).exists(), (folder.parent / LEDGER).exists()
-    return digest([str(folder), ended, swept, *(file_digest(file) for file in (*kept, *logs))])
+    names = (records.ATTEMPTS, records.CONFIG, records.CONVERSATIONS, records.SUMMARY)
+    kept = [folder / name for name in names]
+    return digest([str(folder), (folder.parent / LEDGER).exists(), *(file_digest(file) for file in (*kept, *logs))])
 
 
 def missing_runs(path: Path, folders: Iterable[Path]) -> list[tuple[str, str]]:
@@ -150,15 +165,23 @@ def from_record(folder: Path) -> Counted:
     Raises:
         UserError: it can't be read.
     """
-    attempts = records.read_attempts(folder)
+    attempts, ended = records.read_attempts(folder), (folder / records.SUMMARY).exists()
     if not attempts or not (folder / records.CONFIG).exists():
         raise UserError(f"{folder} has no {records.ATTEMPTS} or no {records.CONFIG}: restore the run")
-    config: Any = OmegaConf.to_container(OmegaConf.load(folder / records.CONFIG))
-    swept = folder.parent.name if (folder.parent / LEDGER).exists() else "single"
-    experiment = attempts[-1].get("experiment") or config["wandb"]["group"] or swept
-    rows = [counts.conversation(record) for record in records.read_conversations(folder)]
-    header = counts.header(config, attempts, folder, experiment)
-    return Counted(header, rows, str(folder), "records", (folder / records.SUMMARY).exists())
+    with catch_warnings():
+        # Of a run at work, or that a crash ended, the last line may be cut; a finished one has lost it.
+        simplefilter("error" if ended else "ignore", records.TruncatedRecord)
+        try:
+            config: Any = OmegaConf.to_container(OmegaConf.load(folder / records.CONFIG))
+            swept = folder.parent.name if (folder.parent / LEDGER).exists() else "single"
+            experiment = attempts[-1].get("experiment") or config["wandb"]["group"] or swept
+            rows = [counts.conversation(record) for record in records.read_conversations(folder)]
+            header = counts.header(config, attempts, folder, experiment)
+            if ended and len(rows) != (whole := records.read_summary(folder)["conversations"]):
+                raise ValueError(f"{len(rows)} of {whole} conversations")
+        except (records.TruncatedRecord, *STRANGE) as error:
+            raise UserError(f"{folder}: not a whole record of this version ({error!r}): restore it") from error
+    return Counted(header, rows, str(folder), "records", ended)
 
 
 def from_logs(folder: Path, logs: list[Path]) -> tuple[Counted | None, str | None]:
