@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from outer_cases import (
@@ -337,7 +339,7 @@ def test_a_budget_bounds_the_share_of_time_and_its_schedule_repeats_it(monkeypat
     learnt = [n for n, seen in enumerate(found, 1) if seen and seen["block"]]
     assert 2 <= len(learnt) < 30
     assert len(learnt) / (30 + len(learnt)) <= 0.1
-    again = dataclasses.replace(spec, budget=None, schedule=learnt).build(new_draft(), TARGET, 0)
+    again = dataclasses.replace(spec, budget=None, schedule=[[n, n] for n in learnt]).build(new_draft(), TARGET, 0)
     repeated = [seen for seen in blocks(again, 30) if seen]
     assert [s["weights_sha256"] for s in repeated] == [s["weights_sha256"] for s in found if s and s["block"]]
 
@@ -415,3 +417,55 @@ def test_a_classifier_routes_what_it_was_never_told():
         assert learner.end_conversation(None)["route"] | {"memory_mib": 0} == {
             "domain": domain, "label": "unknown", "seconds": None, "drafts": 2, "memory_mib": 0,
         }  # fmt: skip
+
+
+# In the background
+
+
+def test_a_block_learnt_in_the_background_is_the_one_learnt_here_and_served_when_it_is_ready():
+    """Bit by bit, but for the product with the head, which is a plain one there."""
+    changes = {"update_interval": 1, "background": True, "schedule": [[1, 3], [3, 4], [5, 6]]}
+    draft = new_draft()
+    learner = outer("osd", **changes).build(draft, TARGET, 0)
+    served, found = [draft.model], []
+    for seen in (blocks(learner, 1)[0] for _ in range(6)):
+        found.append(seen)
+        served.append(draft.model)
+    learner.close()
+    assert [bool(seen) for seen in found] == [False, False, True, True, False, True]
+    assert [a is b for a, b in pairwise(served)] == [True, True, False, False, True, False]
+    here = outer("osd", update_interval=1).build(new_draft(), TARGET, 0)
+    for n, seen in zip((1, 2, 2), [seen for seen in found if seen], strict=True):
+        for _ in range(n):
+            here.observe(lessons()[0])
+        expected = here.end_conversation(1.0)
+        assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert seen["drift"] == pytest.approx(expected["drift"], rel=1e-3)
+        assert seen["lessons"] == expected["lessons"] == n
+
+
+def test_what_was_being_learnt_in_the_background_is_learnt_again_after_a_restart():
+    changes = {"update_interval": 1, "background": True, "schedule": [[1, 2], [2, 4]]}
+    spec = outer("osd", **changes)
+    learner = spec.build(new_draft(), TARGET, 0)
+    blocks(learner, 3)
+    again = spec.build(new_draft(), TARGET, 0)
+    again.load_state(learner.state(), learner.weights())
+    one, other = blocks(learner, 1)[0], blocks(again, 1)[0]
+    learner.close()
+    again.close()
+    assert one["weights_sha256"] == other["weights_sha256"]
+    assert one["block"] == other["block"] == 2
+
+
+def test_a_background_process_rests_while_another_arm_is_timed():
+    learner = outer("osd", update_interval=1, background=True).build(new_draft(), TARGET, 0)
+    blocks(learner, 1)
+    process = psutil.Process(learner.process.pid)
+    for resting in (True, False):
+        learner.rest(resting)
+        deadline = time.monotonic() + 30
+        while (process.status() == psutil.STATUS_STOPPED) is not resting:
+            assert time.monotonic() < deadline
+    learner.close()
+    assert not process.is_running()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import run_cases
 import torch
 from conftest import adapters
 from run_cases import SAMPLED, composed, conversations, untimed
 
 from tracedraft import arms, measure, records
+from tracedraft.adapters.background import BackgroundLearner
 from tracedraft.errors import UserError
 
 OUTER = ("workload=sample_math", "workload.limit=6", "adapter.outer.update_interval=2", "decode.max_new_tokens=40")
@@ -124,3 +126,20 @@ def test_streams_keep_their_domains(tmp_path):
     domains = [record["domain"] for record in conversations(tmp_path / "run")]
     assert domains == sorted(domains, key=domains.index)
     assert len(set(domains)) == 2
+
+
+def test_what_ran_in_the_background_is_repeated_by_its_schedule(tmp_path, monkeypatch):
+    """When a block is ready hangs on the clock; the record says it, and the same schedule gives the same counts."""
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundLearner, "_ready", lambda self: self.pipe.poll(60))  # however slow a start is here
+        run(tmp_path / "timed", "osd_reset", "adapter.outer.background=true")
+    found = [(r["index"] + 1, r["outer"]) for r in conversations(tmp_path / "timed") if r["outer"]]
+    schedule = [[outer["submitted"], at] for at, outer in found]
+    assert schedule
+    run(tmp_path / "again", "osd_reset", "adapter.outer.background=true", f"adapter.outer.schedule={schedule}")
+    assert learnt(tmp_path / "timed") == learnt(tmp_path / "again")
+    first, again = (
+        [arm["accepted_per_round"] for arm in run_cases.arms(conversations(tmp_path / way), "adapted")]
+        for way in ("timed", "again")
+    )
+    assert first == again

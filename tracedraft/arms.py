@@ -40,8 +40,17 @@ class Arm:
             self.rebuild(seed)
         self.adapter.begin_conversation()
 
+    def rest(self, resting: bool) -> None:
+        if self.outer:
+            self.outer.rest(resting)
+
+    def close(self) -> None:
+        if self.outer:
+            self.outer.close()
+
     def end_conversation(self, seconds: float | None, seed: int) -> dict[str, Any] | None:
         """Learn between requests, where that is due; what the record says of it."""
+        self.rest(False)
         learnt = self.outer.end_conversation(seconds) if self.outer else None
         if learnt and learnt["served"]:
             self.rebuild(seed)

@@ -163,6 +163,10 @@ class Student(ABC):
         Its head becomes a new one, so whoever trains it must be built anew. Returns the sha256 of what is served.
         """
 
+    @abstractmethod
+    def apart(self) -> Student:
+        """A copy for another process, which can serve nobody."""
+
 
 class DraftSpec(ABC):
     name: str
@@ -247,6 +251,14 @@ class OuterAdapter(ABC):
             what became of it, for the record, and whether the draft's weights are others now as ``served``; None
             where nothing was due.
         """
+
+    @abstractmethod
+    def rest(self, resting: bool) -> None:
+        """Stop, or take up again, what runs in the background: other arms are timed meanwhile."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """At the end of a run."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

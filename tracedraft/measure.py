@@ -115,6 +115,8 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
             record.write_summary({**summary, "wandb_error": tracker.error}, cfg.keep_learner)
             code = 0
         finally:
+            for arm in arms:
+                arm.close()
             tracker.finish({k: v for k, v in summary.items() if k != "provenance"}, code)
             if tracker.error:
                 print(f"warning: {tracker.error}; the record on disk is whole", file=sys.stderr)
@@ -283,6 +285,8 @@ def converse(
         answers = {}
         for name in order:
             arm = by_name.get(name)
+            for other in arms:
+                other.rest(other is not arm)
             transcript = Transcript() if arm and arm.outer else None
             answers[name] = response_of(bench, arm, prompt, key, prefixes.get(name), transcript)
             if arm and arm.outer and transcript:

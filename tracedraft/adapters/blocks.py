@@ -4,51 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tracedraft.adapters.lessons import Classroom, Fault, Loss, Taught, Teaching
 from tracedraft.adapters.own_tokens import OwnTokens, Tokens
+from tracedraft.adapters.transaction import Rule, copied, learn, not_learnt, put
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, OuterAdapter, OuterAdapterSpec, Student, Target
 from tracedraft.types import Conversation, Lesson
-
-Weights = dict[str, Tensor]
-
-
-@dataclass
-class Learnt:
-    """What a rule made of a block.
-
-    Attributes:
-        loss: mean over the block at the weights that were served, before learning from it.
-        steps: gradient steps.
-        seen: what else the record shows.
-    """
-
-    loss: float
-    steps: int
-    seen: dict[str, Any]
-
-
-class Rule(ABC):
-    """How a student learns from a block of lessons. It owns what it needs beside the weights that are served."""
-
-    @abstractmethod
-    def learn(self, room: Classroom, lessons: Sequence[Lesson]) -> Learnt:
-        """Leave in the student's weights what shall be served next, starting from what is served now."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """All that outlasts a block, for ``torch.save``."""
-
-    @abstractmethod
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +39,10 @@ class BlockSpec(OuterAdapterSpec):
         guard: roll back a block after which the loss over it is higher than before.
         buffer_mib: bound on the memory of a block's turns, beyond which the oldest are dropped.
         budget: most of the wall time that learning may take, beyond which a block waits; None: no bound.
-        schedule: learn after these numbers of conversations, whatever else is said: how a run whose decisions hung on
-            the clock is repeated. None: as the other keys say.
+        background: learn in a process of its own while requests are served, and swap weights between two of them.
+        background_threads: of that process, on a CPU.
+        schedule: pairs of conversations after which to learn and to serve what was learnt, whatever else is said: how
+            a run whose decisions hung on the clock is repeated. None: as the other keys say.
     """
 
     name: str
@@ -90,7 +60,9 @@ class BlockSpec(OuterAdapterSpec):
     guard: bool
     buffer_mib: float
     budget: float | None
-    schedule: list[int] | None
+    background: bool
+    background_threads: int
+    schedule: list[list[int]] | None
 
     def __post_init__(self) -> None:
         self._check(
@@ -103,8 +75,17 @@ class BlockSpec(OuterAdapterSpec):
             ("temperature", 0 < self.temperature < math.inf, "above 0"),
             ("clip", self.clip is None or self.clip > 0, "above 0, or null"),
             ("buffer_mib", self.buffer_mib > 0, "above 0"),
+            ("background_threads", self.background_threads >= 1, "at least 1"),
+            (
+                "schedule",
+                all(map(self._possible, self.schedule or [])),
+                "pairs, equal without background: [[8,8],[16,16]]",
+            ),
             ("budget", self.budget is None or 0 < self.budget < 1, "a share above 0 and below 1, or null"),
         )
+
+    def _possible(self, pair: list[int]) -> bool:
+        return len(pair) == 2 and (pair[0] < pair[1] if self.background else pair[0] == pair[1])
 
     def _check(self, *rules: tuple[str, bool, str]) -> None:
         for key, works, want in rules:
@@ -127,6 +108,8 @@ class BlockSpec(OuterAdapterSpec):
             raise UserError(
                 f"adapter.outer.budget={self.budget}: expected null with measure=acceptance, which times nothing"
             )
+        if self.background and not timed and self.schedule is None:
+            raise UserError("adapter.outer.background=true: expected false with measure=acceptance, or a schedule")
 
     @abstractmethod
     def rule(self, student: Student) -> Rule: ...
@@ -145,6 +128,7 @@ class BlockSpec(OuterAdapterSpec):
         return student
 
     def learner(self, student: Student, draft: Draft, target: Target, seed: int) -> BlockLearner:
+        """In this process."""
         own = OwnTokens(draft, target, self.tokens, self.student_tokens, torch.Generator().manual_seed(seed))
         return BlockLearner(self, student, Classroom(student, self.teaching, target.logits), own)
 
@@ -171,11 +155,15 @@ class BlockLearner(OuterAdapter):
 
     def __init__(self, spec: BlockSpec, student: Student, room: Classroom, own: OwnTokens):
         self.spec, self.student, self.room, self.own = spec, student, room, own
-        self.rule = spec.rule(student)
         self.initial = copied(student.weights)
         self.lessons: list[Lesson] = []
-        self.conversations = self.since = self.blocks = self.dropped = 0
+        self.conversations = self.since = self.blocks = self.dropped = self.taken_dropped = 0
         self.served_seconds = self.learning_seconds = self.last_seconds = 0.0
+
+    @cached_property
+    def rule(self) -> Rule:
+        """Made when it is needed: it may hold many times the draft."""
+        return self.spec.rule(self.student)
 
     def begin_conversation(self, conversation: Conversation) -> bool:
         return False
@@ -187,77 +175,64 @@ class BlockLearner(OuterAdapter):
             self.dropped += 1
 
     def end_conversation(self, seconds: float | None) -> dict[str, Any] | None:
+        self.count(seconds)
+        if not self.due():
+            return None
+        if self.over_budget():
+            return not_learnt("over budget", seconds)
+        began = time.perf_counter()
+        found = learn(self.rule, self.room, self.take(), self.spec.guard, self.initial)
+        found = self.report(found)
+        self.spend(time.perf_counter() - began)
+        return found | {"seconds": None if seconds is None else self.last_seconds}
+
+    def count(self, seconds: float | None) -> None:
+        """One more conversation was served."""
         self.conversations += 1
         self.since += 1
         self.served_seconds += seconds or 0.0
-        if not self._due():
-            return None
-        if self._over_budget():
-            return not_learnt("over budget", seconds)
-        began = time.perf_counter()
-        found = self._learn()
-        self.last_seconds = time.perf_counter() - began
-        self.learning_seconds += self.last_seconds
-        timed = {"seconds": self.last_seconds} if seconds is not None else {"seconds": None}
-        return found | timed
 
-    def _due(self) -> bool:
+    def spend(self, seconds: float) -> None:
+        self.last_seconds = seconds
+        self.learning_seconds += seconds
+
+    def rest(self, resting: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def due(self) -> bool:
         if self.spec.schedule is not None:
-            return self.conversations in self.spec.schedule
+            return self.conversations in (learnt for learnt, _ in self.spec.schedule)
         first = self.blocks == 0 and self.spec.warm_up
         return self.since >= (first or self.spec.update_interval)
 
-    def _over_budget(self) -> bool:
+    def over_budget(self) -> bool:
         """Whether one more block, as long as the last one, would take too much of the time until now."""
         if self.spec.budget is None or self.spec.schedule is not None:
             return False
         spent = self.learning_seconds + self.last_seconds
         return spent > self.spec.budget * (self.served_seconds + spent)
 
-    def _learn(self) -> dict[str, Any]:
-        """One block, as a transaction: a draft that got worse or broke is not served, and the last good one stays."""
+    def take(self) -> list[Lesson]:
+        """The block to learn from, which is over with that."""
         lessons, self.lessons, self.since = self.lessons, [], 0
         self.blocks += 1
-        dropped, self.dropped = self.dropped, 0
-        lessons = self.own.rewrite(lessons)
-        weights, kept = copied(self.student.weights), self.rule.state()
-        learnt = self.rule.learn(self.room, lessons)
-        reason, after = self._judge(learnt, lessons)
-        if reason:
-            put(self.student.weights, weights)
-            self.rule.load_state(kept)
-        sha = None if reason else self.student.serve()
-        return {
-            "block": self.blocks,
-            "lessons": len(lessons),
-            "dropped": dropped,
-            "predictions": self.room.count(lessons),
-            "steps": learnt.steps,
-            "loss": _finite(learnt.loss),
-            "loss_after": _finite(after),
-            "committed": not reason,
-            "reason": reason,
-            "served": not reason,
-            "weights_sha256": sha,
-            "drift": _distance(self.student.weights, self.initial),
-            **learnt.seen,
-        }
+        self.taken_dropped, self.dropped = self.dropped, 0
+        return self.own.rewrite(lessons)
 
-    def _judge(self, learnt: Learnt, lessons: Sequence[Lesson]) -> tuple[str, float]:
-        """Why what was learnt must not be served ("" if it may), and the loss over the block at it."""
-        if math.isnan(learnt.loss) and not learnt.steps:
-            return "nothing to learn", math.nan
-        if not math.isfinite(learnt.loss):
-            return "non-finite loss", math.nan
-        if not all(bool(weight.isfinite().all()) for weight in self.student.weights.values()):
-            return "non-finite weights", math.nan
-        if not self.spec.guard:
-            return "", math.nan
-        after = self.room.loss(lessons)
-        return ("" if after <= learnt.loss else "the loss over the block rose"), after
+    def report(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What was made of the last block taken, served if it may be."""
+        sha = self.student.serve() if found["committed"] else None
+        place = {"block": self.blocks, "dropped": self.taken_dropped}
+        return place | found | {"served": found["committed"], "weights_sha256": sha}
 
     def state(self) -> dict[str, Any]:
-        counts = ("conversations", "since", "blocks", "dropped", "served_seconds", "learning_seconds", "last_seconds")
+        counts = (
+            "conversations", "since", "blocks", "dropped", "taken_dropped", "served_seconds", "learning_seconds",
+            "last_seconds",
+        )  # fmt: skip
         lessons = [vars(lesson) for lesson in self.lessons]
         kept = {name: getattr(self, name) for name in counts}
         return {"lessons": lessons, "draws": self.own.draws.get_state(), "counts": kept}
@@ -274,33 +249,3 @@ class BlockLearner(OuterAdapter):
             put(self.student.weights, weights["weights"])
             self.rule.load_state(weights["rule"])
             self.student.serve()
-
-
-def not_learnt(reason: str, seconds: float | None) -> dict[str, Any]:
-    """What the record says of a conversation after which nothing was learnt."""
-    spent = None if seconds is None else 0.0
-    return {"block": None, "committed": False, "reason": reason, "served": False, "seconds": spent}
-
-
-@torch.no_grad()
-def copied(weights: Weights) -> Weights:
-    """Copies without a gradient."""
-    return {name: weight.detach().clone() for name, weight in weights.items()}
-
-
-@torch.no_grad()
-def put(into: Weights, weights: Weights) -> None:
-    """Write values in place."""
-    for name, weight in into.items():
-        weight.copy_(weights[name])
-
-
-@torch.no_grad()
-def _distance(weights: Weights, initial: Weights) -> float | None:
-    """‖w - w₀‖ / ‖w₀‖ over all weights."""
-    moved = math.hypot(*(float((weight - initial[name]).norm()) for name, weight in weights.items()))
-    return _finite(moved / math.hypot(*(float(weight.norm()) for weight in initial.values())))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

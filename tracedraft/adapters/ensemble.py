@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
-from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, Weights, copied, put
+from tracedraft.adapters.background import placed
+from tracedraft.adapters.blocks import BlockSpec
 from tracedraft.adapters.lessons import Classroom
 from tracedraft.adapters.steps import Optimizer, Steps
-from tracedraft.interfaces import Draft, Student, Target
+from tracedraft.adapters.transaction import Learnt, Rule, Weights, copied, put
+from tracedraft.interfaces import Draft, OuterAdapter, Student, Target
 from tracedraft.types import Lesson
 
 
@@ -82,8 +84,8 @@ class EnsembleSpec(BlockSpec):
         """The masters, those of the start and of the block before; and twice, for a roll-back, each base learner."""
         return 3 + 2 * len(self.lrs) * (1 + self.steps(self.lrs[0]).moments)
 
-    def build(self, draft: Draft, target: Target, seed: int) -> BlockLearner:
-        return self.learner(self.student(draft), draft, target, seed)
+    def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
+        return placed(self.learner(self.student(draft), draft, target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         return EnsembleRule(self, student)

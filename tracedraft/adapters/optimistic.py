@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, copied
+from tracedraft.adapters.background import placed
+from tracedraft.adapters.blocks import BlockSpec
 from tracedraft.adapters.lessons import Classroom
 from tracedraft.adapters.osd import StepRule
 from tracedraft.adapters.steps import Optimizer, Steps, clipped
+from tracedraft.adapters.transaction import Learnt, Rule, copied
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft, Student, Target
+from tracedraft.interfaces import Draft, OuterAdapter, Student, Target
 from tracedraft.types import Lesson
 
 
@@ -67,8 +69,8 @@ class OptimisticSpec(BlockSpec):
         """The masters, those of the start and of the block before, and ŵ with the hint, or the momentum."""
         return 5
 
-    def build(self, draft: Draft, target: Target, seed: int) -> BlockLearner:
-        return self.learner(self.student(draft), draft, target, seed)
+    def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
+        return placed(self.learner(self.student(draft), draft, target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         if self.hint is Hint.momentum:

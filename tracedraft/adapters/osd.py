@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracedraft.adapters.blocks import BlockLearner, BlockSpec, Learnt, Rule, copied, put
+from tracedraft.adapters.background import placed
+from tracedraft.adapters.blocks import BlockLearner, BlockSpec
 from tracedraft.adapters.lessons import Classroom
 from tracedraft.adapters.routing import ClassifierRouter, LabelRouter, RoutedLearner, Routing
 from tracedraft.adapters.steps import Optimizer, Steps
+from tracedraft.adapters.transaction import Learnt, Rule, copied, put
 from tracedraft.interfaces import Draft, OuterAdapter, Student, Target
 from tracedraft.types import Lesson
 
@@ -44,7 +46,10 @@ class OsdSpec(BlockSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steps.check("adapter.outer")
-        self._check(("router_warm_up", self.router_warm_up >= 1, "at least 1"))
+        self._check(
+            ("router_warm_up", self.router_warm_up >= 1, "at least 1"),
+            ("routing", self.routing is Routing.none or not self.background, "none with background=true"),
+        )
 
     @property
     def steps(self) -> Steps:
@@ -61,7 +66,7 @@ class OsdSpec(BlockSpec):
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
         first = self.student(draft)
         if self.routing is Routing.none:
-            return self.learner(first, draft, target, seed)
+            return placed(self.learner(first, draft, target, seed), target)
         start = copied(first.weights)
 
         def new() -> BlockLearner:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tracedraft.adapters.blocks import BlockLearner, not_learnt
+from tracedraft.adapters.blocks import BlockLearner
+from tracedraft.adapters.transaction import not_learnt
 from tracedraft.interfaces import OuterAdapter
 from tracedraft.types import Conversation, Lesson
 
@@ -126,6 +127,12 @@ class RoutedLearner(OuterAdapter):
         if seconds is None:
             route["seconds"] = None
         return (found or not_learnt("", seconds)) | {"route": route}
+
+    def rest(self, resting: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         learners = {domain: learner.state() for domain, learner in self.learners.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -50,3 +51,13 @@ class Eagle3Student(Student):
 
     def serve(self) -> str:
         return self._publish(self.model)
+
+    def apart(self) -> Eagle3Student:
+        twin = copy.copy(self)
+        twin.model, twin._publish = copy.deepcopy(self.model), _nobody
+        twin.weights = dict(twin.model.named_parameters())
+        return twin
+
+
+def _nobody(model: Eagle3) -> str:
+    raise RuntimeError("a student apart serves nobody")

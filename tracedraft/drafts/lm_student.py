@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -38,3 +39,13 @@ class LmStudent(Student):
 
     def serve(self) -> str:
         return self._publish(self.model)
+
+    def apart(self) -> LmStudent:
+        twin = copy.copy(self)
+        twin.model, twin._publish = copy.deepcopy(self.model), _nobody
+        twin.weights = dict(twin.model.named_parameters())
+        return twin
+
+
+def _nobody(model: Decoder) -> str:
+    raise RuntimeError("a student apart serves nobody")
