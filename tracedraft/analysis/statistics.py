@@ -1,8 +1,8 @@
 """Intervals, tests and sample sizes for ratios of sums over conversations that two arms answered side by side.
 
 What is drawn is a conversation with all its numbers, so that both arms stay paired. Two things may vary beside the
-prompts: the seed of the noise and, for learners that keep what they learn, the order of the stream. They are a level of
-their own, crossed with the prompts where runs share them: 3 orders of 20 prompts are not 60 prompts.
+prompts: the seed of the noise and, for learners that keep what they learn, the order of the stream. They are a level
+of their own, crossed with the prompts where runs share them: 3 orders of 20 prompts are not 60 prompts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _multinomial(random: np.random.Generator, labels: ArrayLike) -> NDArray[np.f
 def blocks(runs: Sequence[Any], ids: Sequence[Any], positions: Sequence[int]) -> list[str]:
     """The units of a learner with a memory, a label a row.
 
-    Prompts where runs share them, since what is hard about a prompt comes back in every order, and the order's own draw
+    Prompts where runs share them, since what is hard about a prompt comes back in every order; the order's own draw
     holds what conversations of a stream share. Else blocks of n^(1/3) neighbours in one stream.
     """
     owners: dict[Any, set[Any]] = {}
