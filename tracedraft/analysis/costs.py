@@ -10,9 +10,10 @@ import pandas as pd
 
 from tracedraft.analysis import statistics
 from tracedraft.analysis.paper import ordered, pair_name, temperatures
-from tracedraft.analysis.pooling import Pools, counted, finished_runs, paired, timed, where
+from tracedraft.analysis.pooling import Pools, counted, flattened, paired, timed, where
 from tracedraft.analysis.schema import Runs
 from tracedraft.analysis.tables import Cell, Column, Row, Table, text
+from tracedraft.report import varied
 
 PHASES = ("prefill", "propose", "verify", "observe", "update", "other")
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -135,17 +136,17 @@ def memory(shape: Shape, size: int, adapter: dict[str, Any]) -> tuple[float, flo
 
 def cost_table(data: Runs) -> Table:
     """Where the time of each adapter goes, over all its timed workloads, and what its shapes come to."""
-    data = finished_runs(data)
+    data = where(data, data.runs["measure"] == "time")
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
             place = pair | {"temperature": temperature}
             for name in ordered(pools.values("adapter", **place)):
-                for runs in _alike(pools.runs_of(**place, adapter=name)):
+                for settings, runs in _alike(pools.runs_of(**place, adapter=name)):
                     pool, updates = (
                         frame[frame["run"].isin(set(runs["run"]))] for frame in (pools.rows, data.updates)
                     )
-                    labels = (pair_name(pair, pools), f"{temperature:g}", name)
+                    labels = (pair_name(pair, pools), f"{temperature:g}", f"{name} {settings}".strip())
                     rows.append(Row(labels, _cost_cells(pair["target"], runs, pool, updates), " ".join(labels[:2])))
     columns = (
         Column("n timed"), Column("fixed", "milliseconds", "ms a token"),
@@ -164,10 +165,11 @@ def cost_table(data: Runs) -> Table:
     return Table("costs", title, ("pair", "T", "adapter"), columns, tuple(rows), data.runs, notes)
 
 
-def _alike(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Runs of one adapter, apart by its settings."""
-    settings = runs["config"].map(lambda config: str((config["adapter"], config["decode"])))
-    return [alike for _, alike in runs.groupby(settings)]
+def _alike(runs: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Runs of one adapter, apart by settings of it and of decoding, and what tells those from the others."""
+    kept = [{key: config[key] for key in ("adapter", "decode")} for config in runs["config"]]
+    told = varied([{"workload": "", "adapter": "", "config": flattened(config)} for config in kept])
+    return [(str(settings), alike) for settings, alike in runs.groupby(pd.Series(told, index=runs.index))]
 
 
 def _cost_cells(target: str, runs: pd.DataFrame, pool: pd.DataFrame, updates: pd.DataFrame) -> tuple[Cell, ...]:
@@ -209,14 +211,13 @@ def _shape_cells(target: str, runs: pd.DataFrame, pool: pd.DataFrame, updates: p
 
 def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
     """How many conversations show a gain of each size, on the noise that the runs of each workload had."""
-    data = finished_runs(data)
-    data = where(data, data.runs["split"] != "dev")
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for workload in pools.values("workload"):
             for temperature in temperatures(pools):
                 place = pair | {"workload": workload, "temperature": temperature}
-                for name in ["fixed", *ordered(pools.values("adapter", **place))]:
+                names = pools.values("adapter", **place)
+                for name in [*(["fixed"] if "fixed" in names else []), *ordered(names)]:
                     runs = set(pools.runs_of(**place, adapter=name)["run"])
                     labels = (pair_name(pair, pools), workload, f"{temperature:g}", name)
                     cells = _power_cells(pools.rows[pools.rows["run"].isin(runs)], gains)
@@ -227,8 +228,8 @@ def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
         for title, kind in (("sd", "tau"), *((f"+{100 * gain:g} %", "count") for gain in gains))
     ]
     notes = (
-        "Conversations after which a gain of that size is seen with probability 0.8 at two-sided 5 %. sd: of what one "
-        "conversation says of the logarithm. Adapter fixed: the machine's noise alone.",
+        "Conversations after which a gain of that size is seen with probability 0.8 at two-sided 5 %. sd: of what "
+        "one conversation says of the logarithm. Adapter fixed: the machine's noise alone.",
     )
     title = "How many conversations a gain needs"
     return Table("power", title, ("pair", "workload", "T", "adapter"), tuple(columns), tuple(rows), data.runs, notes)

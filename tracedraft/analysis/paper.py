@@ -10,7 +10,6 @@ import pandas as pd
 from tracedraft.analysis import statistics
 from tracedraft.analysis.pooling import (
     Pools,
-    chosen,
     counted,
     fixed,
     over,
@@ -40,7 +39,7 @@ COUNTS = "n: conversations that differ in prompt, in seed or, where a learner ke
 
 def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
     """Per pair and workload: tau and throughput of the fixed and the adapted drafts, gains, and means of those."""
-    data = with_adapters(chosen(data, "eight_workloads"), ["fixed", *inner])
+    data = with_adapters(data, ["fixed", *inner])
     pools, rows = Pools(data), []
     extra = [name for name in pools.values("workload") if name not in EIGHT]
     workloads = (*EIGHT, *extra)
@@ -108,7 +107,7 @@ def _mean_row(
 def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] = INNER) -> Table:
     """Each learner between requests alone and with learning inside them; gains over itself alone."""
     names = [*outer, *(f"{o}_{i}" for o in outer for i in inner)]
-    data = with_adapters(chosen(data, "combination", "osd", "optimistic", "ensemble"), names)
+    data = with_adapters(data, names)
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for workload in pools.values("workload") or ["—"]:
@@ -143,7 +142,6 @@ def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] 
 
 def cross_domain(data: Runs) -> Table:
     """Each stream whose domain changes: over all of it, and after the change."""
-    data = chosen(data, "cross_domain", "stream")
     pools, rows = Pools(data), []
     streams = [name for name in pools.values("workload") if _changes(pools.of(workload=name)["domain"])]
     for pair in pools.pairs():

@@ -29,18 +29,14 @@ OF_RUNS = (
 
 
 def chosen(data: Runs, *experiments: str) -> Runs:
-    """Finished runs of experiments whose names begin with one of these; development prompts are left out.
+    """Finished runs on prompts that chose nothing, of experiments whose names begin with one of these; none: of all.
 
     A source that holds one experiment only is taken whole, whatever its name.
     """
     names = data.runs["experiment"].unique()
-    wanted = [name for name in names if name.startswith(experiments)] if len(names) > 1 else list(names)
-    data = finished_runs(data)
-    return where(data, (data.runs["split"] != "dev") & data.runs["experiment"].isin(wanted))
-
-
-def finished_runs(data: Runs) -> Runs:
-    return where(data, data.runs["complete"])
+    every = len(names) == 1 or not experiments
+    wanted = [name for name in names if every or name.startswith(experiments)]
+    return where(data, data.runs["complete"] & (data.runs["split"] != "dev") & data.runs["experiment"].isin(wanted))
 
 
 def where(data: Runs, mask: pd.Series) -> Runs:
@@ -114,7 +110,7 @@ def check_one_setting(runs: pd.DataFrame) -> None:
 
 def setting_of(config: dict[str, Any], keys: Iterable[str]) -> Any:
     """The value under the first dotted key that a config has; None without one."""
-    flat = dict(_flat(config, ""))
+    flat = flattened(config)
     return next((flat[key] for key in keys if flat.get(key) is not None), None)
 
 
@@ -123,7 +119,12 @@ def _setting(config: dict[str, Any], attempt: dict[str, Any]) -> dict[str, Any]:
     held = {key: value for key, value in config.items() if key not in FREE}
     held["workload"] = {key: value for key, value in config["workload"].items() if key not in FREE_OF_WORKLOAD}
     weights = {key: (attempt.get(key) or {}).get("sha256") for key in ("target_weights", "draft_weights", "data")}
-    return dict(_flat({**held, "sha256": weights}, ""))
+    return flattened({**held, "sha256": weights})
+
+
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """A config by dotted key."""
+    return dict(_flat(config, ""))
 
 
 def _flat(node: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:

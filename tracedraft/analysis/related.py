@@ -13,9 +13,7 @@ from tracedraft.analysis.paper import INNER, OUTER, ordered, pair_name, temperat
 from tracedraft.analysis.pooling import (
     Pools,
     alpha,
-    chosen,
     counted,
-    finished_runs,
     fixed,
     over_plain,
     paired_seconds,
@@ -32,13 +30,12 @@ from tracedraft.errors import UserError
 
 SHORT = ("gsm8k", "spider", "code_search", "finance")  # what both papers report on
 METHODS = (*INNER, *OUTER)
-EXPERIMENTS = ("short_workloads", "onlinespec")
 SD = "AvgLen is tau, ± its standard deviation over runs; speedup over the fixed draft, timed side by side."
 
 
 def benchmarks(data: Runs, workloads: Sequence[str] = SHORT) -> Table:
     """OnlineSPEC's table 1: AvgLen and speedup by benchmark and method; a row group a pair and temperature."""
-    data = chosen(where(data, data.runs["workload"].isin(workloads)), *EXPERIMENTS)
+    data = where(data, data.runs["workload"].isin(workloads))
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
@@ -79,7 +76,7 @@ def _avg_len(pool: pd.DataFrame, arm: str = "adapted") -> Cell:
 
 def targets(data: Runs, workload: str = "gsm8k") -> Table:
     """OnlineSPEC's tables 3, 4, 7: targets side by side on one benchmark, plain decoding first."""
-    data = chosen(where(data, data.runs["workload"] == workload), *EXPERIMENTS)
+    data = where(data, data.runs["workload"] == workload)
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
@@ -109,7 +106,6 @@ def targets(data: Runs, workload: str = "gsm8k") -> Table:
 
 def training_time(data: Runs) -> Table:
     """OnlineSPEC's table 6: seconds with what learning between requests took counted."""
-    data = finished_runs(data)
     data = where(data, data.runs["adapter"].str.startswith(OUTER) & (data.runs["measure"] == "time"))
     pools, rows = Pools(data), []
     for pair in pools.pairs():
@@ -144,7 +140,6 @@ def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table
     Args:
         keys: dotted keys of a config that mean the same; the first one that a run has counts.
     """
-    data = finished_runs(data)
     values = data.runs["config"].map(lambda config: setting_of(config, keys))
     runs = data.runs.assign(_value=values)[values.notna()]
     varied = runs.groupby(["experiment", "adapter"])["_value"].transform(lambda v: v.map(str).nunique()) > 1
@@ -198,7 +193,7 @@ def _shown(value: Any) -> str:
 
 def alphas(data: Runs, workloads: Sequence[str] = SHORT) -> Table:
     """OSD's first table: acceptance rate of the fixed and of the learning draft by data set."""
-    data = chosen(where(data, data.runs["workload"].isin(workloads)), "osd", *EXPERIMENTS)
+    data = where(data, data.runs["workload"].isin(workloads))
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,9 @@ def mean(estimates: Sequence[Estimate]) -> Estimate:
     value = float(np.mean(values))
     if len(replicates) < len(estimates):
         return Estimate(value, n=n, reason="one of them has no interval")
-    return from_replicates(value, np.mean(replicates, axis=0), n)
+    found = from_replicates(value, np.mean(replicates, axis=0), n)
+    untested = next((e.reason for e in estimates if e.p is None), None)
+    return found if untested is None else replace(found, p=None, reason=untested)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
