@@ -194,7 +194,8 @@ def test_markdown_latex_and_csv_of_one_table():
     assert r"\caption{A \& B}" in latex
     assert r" & & \multicolumn{2}{c}{tau} \\" in latex
     assert r"\cmidrule(lr){3-4}" in latex
-    assert r"a\_b & 50 \% & 1.500\textdagger{} & \textbf{1.612$\times$\textdagger{} [1.400, 1.800]} \\" in latex
+    interval = r"\shortstack[r]{\textbf{1.612$\times$\textdagger{}}\\{\scriptsize [1.400, 1.800]}}"
+    assert rf"a\_b & 50 \% & 1.500\textdagger{{}} & {interval} \\" in latex
     assert latex.count(r"\midrule") == 2
     header, first, second = csv.reader(as_csv(table).splitlines())
     assert header == ["one", "two", "tau: fixed", "tau: fixed, n", "tau: fixed, p", "tau: reset", "tau: reset, n",

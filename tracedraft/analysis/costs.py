@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from tracedraft.analysis import statistics
-from tracedraft.analysis.paper import ordered, pair_name, temperatures
-from tracedraft.analysis.pooling import Pools, counted, flattened, paired, timed, where
+from tracedraft.analysis.paper import COUNTS, INNER, ordered, pair_name, temperatures, with_adapters
+from tracedraft.analysis.pooling import Pools, by_tokens, counted, flattened, paired, speedup, tau_gain, timed, where
 from tracedraft.analysis.schema import Runs
-from tracedraft.analysis.tables import Cell, Column, Row, Table, text
+from tracedraft.analysis.tables import Cell, Column, Row, Table, cell, text
 from tracedraft.report import varied
 
 PHASES = ("prefill", "propose", "verify", "observe", "update", "other")
@@ -209,6 +209,28 @@ def _shape_cells(target: str, runs: pd.DataFrame, pool: pd.DataFrame, updates: p
     ]
 
 
+def length_table(data: Runs, adapters: Sequence[str] = INNER) -> Table:
+    """Where an update pays for itself: gains of conversations by their length, all workloads together."""
+    data = with_adapters(data, adapters)
+    pools, rows = Pools(data), []
+    for pair in pools.pairs():
+        for temperature in temperatures(pools):
+            for name in ordered(pools.values("adapter", **pair, temperature=temperature)):
+                pool = pools.of(**pair, temperature=temperature, adapter=name, workload=pools.values("workload"))
+                for (low, high), held in by_tokens(pool):
+                    if len(held):
+                        labels = (pair_name(pair, pools), f"{temperature:g}", name, f"{low + 1} to {high}")
+                        cells = (
+                            text(f"{len(counted(held))}, {len(timed(held))}"),
+                            cell(tau_gain(held)),
+                            cell(speedup(held)),
+                        )
+                        rows.append(Row(labels, cells, " ".join(labels[:3])))
+    columns = (Column("n, timed"), Column("gain in tau", "gain"), Column("speedup over fixed", "ratio"))
+    labels, title = ("pair", "T", "adapter", "tokens"), "Gain by length of the conversation"
+    return Table("lengths", title, labels, columns, tuple(rows), data.runs, (COUNTS,))
+
+
 def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
     """How many conversations show a gain of each size, on the noise that the runs of each workload had."""
     pools, rows = Pools(data), []
@@ -223,9 +245,9 @@ def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
                     cells = _power_cells(pools.rows[pools.rows["run"].isin(runs)], gains)
                     rows.append(Row(labels, cells, " ".join(labels[:3])))
     columns = [
-        Column(title, kind, group)
+        column
         for group in ("gain in tau", "speedup")
-        for title, kind in (("sd", "tau"), *((f"+{100 * gain:g} %", "count") for gain in gains))
+        for column in (Column("sd", "tau", group), *(Column(f"+{100 * g:g} %", "count", group) for g in gains))
     ]
     notes = (
         "Conversations after which a gain of that size is seen with probability 0.8 at two-sided 5 %. sd: of what "

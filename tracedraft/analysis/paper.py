@@ -143,7 +143,8 @@ def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] 
 def cross_domain(data: Runs) -> Table:
     """Each stream whose domain changes: over all of it, and after the change."""
     pools, rows = Pools(data), []
-    streams = [name for name in pools.values("workload") if _changes(pools.of(workload=name)["domain"])]
+    domains = pools.rows.groupby("workload")["domain"].nunique()
+    streams = [name for name in pools.values("workload") if domains.get(name, 0) > 1]
     for pair in pools.pairs():
         for stream in streams or ["—"]:
             for temperature in temperatures(pools):
@@ -198,10 +199,6 @@ def switch(rows: pd.DataFrame) -> int | None:
         return None
     at = ordered["position"][others].iloc[0]
     return int(at) if others[ordered["position"] >= at].all() else None
-
-
-def _changes(domains: pd.Series) -> bool:
-    return domains.nunique() > 1
 
 
 def with_adapters(data: Runs, names: Sequence[str]) -> Runs:

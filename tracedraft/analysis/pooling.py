@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tracedraft.analysis.schema import Runs
 from tracedraft.analysis.statistics import Estimate
 from tracedraft.errors import UserError
 
+LENGTHS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FREE = ("seed", "measure", "plain", "threads")  # of a config: what may differ between runs of one pool
 FREE_OF_WORKLOAD = ("seed", "limit")
 PAIR = ("target", "draft", "decode")
@@ -65,7 +67,7 @@ class Pools:
             UserError: they differ in more than runs of one adapter may.
         """
         runs = self.runs_of(**equal)
-        for _, alike in runs.groupby("adapter"):
+        for _, alike in runs.groupby(["adapter", "workload"]):
             check_one_setting(alike)
         return self.rows[self.rows["run"].isin(set(runs["run"]))]
 
@@ -139,7 +141,7 @@ def counted(pool: pd.DataFrame) -> pd.DataFrame:
     """Conversations whose counts are measurements of their own: repetitions of a deterministic run are not."""
     if pool.empty:
         return pool
-    keys = ["seed", "id", "occurrence"] + (["order", "position"] if pool["stateful"].any() else [])
+    keys = ["workload", "seed", "id", "occurrence"] + (["order", "position"] if pool["stateful"].any() else [])
     return pool.drop_duplicates(keys)
 
 
@@ -165,17 +167,24 @@ def paired(pool: pd.DataFrame) -> pd.DataFrame:
     return found[found["paired_fixed_rounds"] > 0]
 
 
+def by_tokens(pool: pd.DataFrame) -> list[tuple[tuple[int, int], pd.DataFrame]]:
+    """Conversations by how many tokens they have: (above, up to), and those in between."""
+    tokens = pool["paired_fixed_tokens"]
+    return [((low, high), pool[(tokens > low) & (tokens <= high)]) for low, high in pairwise(LENGTHS)]
+
+
 def measure(rows: pd.DataFrame, columns: Iterable[str], ratio: statistics.Ratio) -> Estimate:
     """A ratio of summed columns, with an interval that respects how the learner connects conversations.
 
     A learner with a memory in fewer than ``ORDERS`` orders gets an interval over blocks, but no p-value.
     """
     counts = rows[list(columns)].to_numpy(float)
+    prompts = rows["workload"] + "/" + rows["id"]
     if rows.empty or not rows["stateful"].iloc[0]:
         seeds = rows["seed"] if rows["seed"].nunique() > 1 else None
-        return statistics.estimate(counts, ratio, rows["id"].astype(str), seeds)
+        return statistics.estimate(counts, ratio, prompts, seeds)
     streams = rows["seed"].astype(str) + "/" + rows["order"].astype(str)
-    units = statistics.blocks(streams.tolist(), rows["id"].tolist(), rows["position"].tolist())
+    units = statistics.blocks(streams.tolist(), prompts.tolist(), rows["position"].tolist())
     orders = streams.nunique()
     found = statistics.estimate(counts, ratio, units, streams if orders > 1 else None)
     if found.low is None or orders >= statistics.ORDERS:
@@ -239,7 +248,7 @@ def over(pool: pd.DataFrame, baseline: pd.DataFrame, seconds: bool) -> Estimate:
 
     Each was timed beside its own fixed arm, so the ratio of their speedups is taken: the machine's drift cancels.
     """
-    keys = ["seed", "order", "position", "id", "occurrence"]
+    keys = ["workload", "seed", "order", "position", "id", "occurrence"]
     first, second = (timed(p) if seconds else paired(p) for p in (baseline, pool))
     rows = first.drop_duplicates(keys).merge(second.drop_duplicates(keys), on=keys, suffixes=("_base", ""))
     if seconds:

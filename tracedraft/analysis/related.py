@@ -84,7 +84,7 @@ def targets(data: Runs, workload: str = "gsm8k") -> Table:
             group = (pair_name(pair, pools), f"{temperature:g}")
             every = fixed(pools.of(**place))
             plain = (Cell(1.0, n=len(every)), Cell(1.0) if len(paired_seconds(every, "plain")) else _none())
-            lines = [("plain", (*plain, cell(rate(every, "plain")), _none()))]
+            lines: list[tuple[str, tuple[Cell, ...]]] = [("plain", (*plain, cell(rate(every, "plain")), _none()))]
             own = (tau(every, "fixed"), over_plain(every, "fixed"), rate(every, "fixed"))
             lines += [("fixed", (*map(cell, own), Cell(1.0) if len(every) else _none()))]
             for method in methods(pools):
@@ -140,14 +140,10 @@ def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table
     Args:
         keys: dotted keys of a config that mean the same; the first one that a run has counts.
     """
-    values = data.runs["config"].map(lambda config: setting_of(config, keys))
-    runs = data.runs.assign(_value=values)[values.notna()]
-    varied = runs.groupby(["experiment", "adapter"])["_value"].transform(lambda v: v.map(str).nunique()) > 1
-    runs = runs[varied.astype(bool)] if len(runs) else runs
-    data = where(data, data.runs["run"].isin(set(runs["run"])))
-    pools = Pools(dataclasses.replace(data, runs=runs))
+    runs, places = varied(data, keys)
+    pools = Pools(dataclasses.replace(where(data, data.runs["run"].isin(set(runs["run"]))), runs=runs))
     workloads, rows, mixed = pools.values("workload") or list(SHORT), [], set()
-    for place, value in _places(runs):
+    for place, value in places:
         try:
             of = [pools.of(**place, _value=value, workload=name) for name in workloads]
         except UserError:
@@ -159,9 +155,13 @@ def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table
     if not rows:
         rows = [Row(("—",) * 5, tuple(_none() for _ in range(3 * len(workloads))))]
     columns = [
-        Column(*column, compare=" ".join(column[::2]))
+        column
         for w in workloads
-        for column in (("tau", "tau", w), ("gain", "gain", w), ("speedup", "ratio", w))
+        for column in (
+            Column("tau", "tau", w, f"{w} tau"),
+            Column("gain", "gain", w),
+            Column("speedup", "ratio", w, f"{w} speed"),
+        )
     ]
     labels = ("experiment", "target", "adapter", "T", keys[0].rpartition(".")[2])
     notes = [f"Runs that differ in {' or '.join(keys)}; prompts: {', '.join(sorted(set(runs['split']))) or '—'}."]
@@ -170,8 +170,24 @@ def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table
     return Table(name, title, labels, tuple(columns), tuple(rows), runs, tuple(notes), best_down=True)
 
 
-def _places(runs: pd.DataFrame) -> list[tuple[dict[str, Any], Any]]:
-    """What tells rows of a table of one setting apart, and the setting, in order."""
+Places = list[tuple[dict[str, Any], Any]]
+
+
+def varied(data: Runs, keys: Sequence[str]) -> tuple[pd.DataFrame, Places]:
+    """Finished runs of experiments that vary a setting of an adapter, with it as ``_value``.
+
+    Returns:
+        those runs, and in order what tells them apart but for the workload: columns of runs, and the setting.
+    """
+    runs = data.runs[data.runs["complete"]]
+    runs = runs.assign(_value=[setting_of(config, keys) for config in runs["config"]])
+    runs = runs[runs["_value"].notna()]
+    groups = [alike for _, alike in runs.groupby(["experiment", "adapter"]) if alike["_value"].map(str).nunique() > 1]
+    runs = pd.concat(groups) if groups else runs.iloc[:0]
+    return runs, _places(runs)
+
+
+def _places(runs: pd.DataFrame) -> Places:
     keys = ["experiment", "target", "draft", "decode", "adapter", "temperature"]
     found = {}
     for row in runs[[*keys, "_value"]].to_dict("records"):

@@ -149,7 +149,7 @@ def environment(latex: bool = False) -> Any:
         loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         **dict(zip(names, brackets, strict=True)),
     )  # fmt: skip
-    made.filters["tex"] = latex_escape
+    made.filters |= {"tex": latex_escape, "cell": latex_cell}
     return made
 
 
@@ -160,6 +160,13 @@ _LATEX = str.maketrans({
     "±": r"$\pm$", "°": r"$^\circ$", "—": "---", "→": r"$\to$", "…": r"\dots{}",
     "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "τ": r"$\tau$",
 })  # fmt: skip
+
+
+def latex_cell(text: str, best: bool) -> str:
+    """A value over its interval: beside it, a row of a dozen would not be readable."""
+    value, _, interval = text.partition(" [")
+    shown = f"\\textbf{{{latex_escape(value)}}}" if best else latex_escape(value)
+    return f"\\shortstack[r]{{{shown}\\\\{{\\scriptsize [{latex_escape(interval)}}}}}" if interval else shown
 
 
 def latex_escape(text: Any) -> str:

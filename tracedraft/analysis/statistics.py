@@ -146,7 +146,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for how many there are (Holm 1979)."""
     from statsmodels.stats.multitest import multipletests
 
-    return [float(p) for p in multipletests(p_values, method="holm")[1]] if len(p_values) else []
+    if not len(p_values):
+        return []
+    corrected: Any = multipletests(p_values, method="holm")[1]
+    return corrected.tolist()
 
 
 def spread(counts: ArrayLike, ratio: Ratio) -> float | None:
