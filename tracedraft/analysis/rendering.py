@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -57,7 +58,18 @@ def shown(cell: Cell, column: Column, mark: str = SIGNIFICANT) -> str:
     return " ".join(parts)
 
 
+def shorter(table: Table) -> Table:
+    """Without labels that all rows share, which become a note: for readers, not for programs."""
+    values = [{row.labels[i] for row in table.rows} for i in range(len(table.labels))]
+    kept = [i for i, of in enumerate(values) if len(of) != 1 or i == len(values) - 1]
+    said = [f"{table.labels[i]}: {of.pop()}" for i, of in enumerate(values) if i not in kept and of != {MISSING}]
+    rows = tuple(dataclasses.replace(row, labels=tuple(row.labels[i] for i in kept)) for row in table.rows)
+    notes = ((f"{', '.join(said)}.",) if said else ()) + table.notes
+    return dataclasses.replace(table, labels=tuple(table.labels[i] for i in kept), rows=rows, notes=notes)
+
+
 def as_markdown(table: Table, mark: str = SIGNIFICANT) -> str:
+    table = shorter(table)
     header = [*table.labels, *map(name_of, table.columns)]
     body = [
         [*row.labels, *(_bold(shown(c, k, mark), c.best) for c, k in zip(row.cells, table.columns, strict=True))]
@@ -112,6 +124,7 @@ def as_latex(table: Table, mark: str = SIGNIFICANT) -> str:
 
 
 def _context(table: Table, mark: str) -> dict[str, Any]:
+    table = shorter(table)
     groups = [(name, len(list(same))) for name, same in groupby(column.group for column in table.columns)]
     rows = [
         {
@@ -138,9 +151,11 @@ def environment(latex: bool = False) -> Any:
 
     loader = PackageLoader("tracedraft.analysis")
     if not latex:
-        return Environment(
+        made = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
+        made.filters["cell"] = _html_cell
+        return made
     # Braces and percent signs are LaTeX's own.
     brackets = ("<%", "%>", "<<", ">>", "<#", "#>")
     names = ("block_start_string", "block_end_string", "variable_start_string", "variable_end_string",
@@ -160,6 +175,14 @@ _LATEX = str.maketrans({
     "±": r"$\pm$", "°": r"$^\circ$", "—": "---", "→": r"$\to$", "…": r"\dots{}",
     "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}", "τ": r"$\tau$",
 })  # fmt: skip
+
+
+def _html_cell(text: str) -> Any:
+    from markupsafe import Markup
+
+    value, _, interval = text.partition(" [")
+    below = Markup('<span class="interval">[{}</span>').format(interval) if interval else ""
+    return Markup("{}{}").format(value, below)
 
 
 def latex_cell(text: str, best: bool) -> str:
