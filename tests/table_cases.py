@@ -29,6 +29,7 @@ def run(
     speedup: float = 1.05,
     noise: float = 0.02,
     domains: list[str] | None = None,
+    switches: list[int] | None = None,
     outer: list[dict[str, Any] | None] | None = None,
     hardware: dict[str, Any] = HARDWARE,
     versions: dict[str, str] | None = None,
@@ -43,6 +44,7 @@ def run(
     Args:
         settings: of the adapter.
         domains: of the conversations, in order.
+        switches: where the stream passes from one source to the next.
     """
     random = np.random.default_rng([len(workload) + 7 * seed + 31 * order, len(adapter), int(10 * temperature)])
     scope = {"scope": "stream" if "persistent" in adapter else "conversation"}
@@ -71,6 +73,7 @@ def run(
         "torch_threads": 2,
         "started": "2026-01-01T00:00:00+00:00",
         "draft_weights": {"sha256": "d"},
+        "data": {"sha256": "p", "switches": switches},
     }
     rows = [
         _row(i, f"{workload}/{(i + 5 * order) % n}", random, gain, speedup, noise, measure, domains, outer, plain)

@@ -51,7 +51,7 @@ def everything():
     return runs(
         *(run(w, a, temperature=t, order=o) for w in ("aime24", "mtbench") for t in (0.7, 0.0)
           for a, orders in (("reset", [0]), ("persistent", [0, 1, 2])) for o in orders),
-        *(run("stream_a", a, domains=halves, experiment="cross_domain") for a in ("reset", "persistent")),
+        *(run("stream_a", a, domains=halves, switches=[6], experiment="cross_domain") for a in paper.INNER),
         *(run("gsm8k", a, experiment="combinations", outer=ensemble(12)) for a in ("ensemble", "ensemble_reset")),
         *(run("arena", settings={"lr": lr}, experiment="ablate_step", split="dev", measure="acceptance")
           for lr in (0.01, 0.1)),
@@ -65,6 +65,7 @@ def built(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "RESAMPLES", 299)
         patch.setattr(notebook, "_load", lambda *_: data)
+        patch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
         patch.setenv("OUT", str(out))
         assert notebook.run(NOTEBOOKS) == 0
         assert page.main() == 0
@@ -183,11 +184,11 @@ def test_the_page_needs_nothing_else_and_shows_every_run(built):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_browser(built, tmp_path, width):
-    """No sideways scrolling but inside tables, and every picture is drawn. In a frame: windows have a least width."""
+    """No sideways scrolling but in tables, and every picture is drawn. In a frame: windows have a least width."""
     probe = """<script>addEventListener("load", () => parent.postMessage(JSON.stringify({
         width: document.documentElement.scrollWidth, window: innerWidth, images: document.images.length,
-        broken: [...document.images].filter(i => !i.naturalWidth).length,
-        small: [...document.querySelectorAll("body *")].filter(e => parseFloat(getComputedStyle(e).fontSize) < 10).length
+        broken: [...document.images].filter(image => !image.naturalWidth).length,
+        small: [...document.querySelectorAll("*")].filter(e => parseFloat(getComputedStyle(e).fontSize) < 10).length
     }), "*"))</script></body>"""
     (tmp_path / "page.html").write_text((built / "report.html").read_text().replace("</body>", probe))
     file = tmp_path / "frame.html"

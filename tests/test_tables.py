@@ -105,7 +105,8 @@ def test_a_combination_is_compared_with_its_own_baseline():
 
 
 def test_streams_are_cut_where_the_first_other_domain_begins():
-    sharp = run("stream_sharp", "persistent", experiment="cross_domain", domains=["a"] * 7 + ["b"] * 5)
+    halves = ["a"] * 7 + ["b"] * 5
+    sharp = run("stream_sharp", "persistent", experiment="cross_domain", domains=halves, switches=[7])
     for row in sharp.rows[:7]:
         row["arms"]["adapted"] = row["arms"]["fixed"]
     mixed = run("stream_mixed", "persistent", experiment="cross_domain", domains=["a", "b"] * 6)

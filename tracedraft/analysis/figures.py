@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tracedraft.analysis.paper import after_switch
 from tracedraft.analysis.pooling import LENGTHS, by_tokens, counted, fixed, rate, speedup, tau, tau_gain, timed
 from tracedraft.files import write_atomically
 from tracedraft.meter import PHASES
@@ -124,9 +123,8 @@ def _rate_along(pool: Pool, arm: str, window: int) -> tuple[list[int], list[floa
 
 
 def _switches(pool: Pool) -> set[int]:
-    """Where each run's stream leaves its first domain for good; none in those that mix."""
-    _, places = after_switch(pool)
-    return {int(at) for at in places.split(", ")} if places != "—" else set()
+    """Where streams pass from one source to the next; nowhere in those that mix."""
+    return {at for places in pool["switches"] if isinstance(places, list) for at in places}
 
 
 def by_depth(panels: Mapping[str, Mapping[str, Pool]]) -> Figure:

@@ -164,7 +164,7 @@ def cross_domain(data: Runs) -> Table:
         ]  # fmt: skip
 
     columns = (Column("n, timed"), *part("full stream"), Column("switch at"), *part("after the switch"))
-    note = "After the switch: from the first conversation of another domain on, in streams that never come back."
+    note = "After the switch: from the place on at which a stream first passes from one source to the next."
     labels = ("pair", "stream", "T", "adapter")
     return Table(
         "cross_domain", "Streams that change domain", labels, columns, tuple(rows), data.runs, (note,), best_down=True
@@ -179,26 +179,19 @@ def _stream_cells(pool: pd.DataFrame) -> list[Cell]:
 
 
 def after_switch(pool: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The conversations of another domain than a stream began with, and the positions at which they begin.
+    """Conversations from the first switch of their stream on, and at which positions those are.
 
-    Empty, and a dash, for a stream that mixes its domains: it has no such place.
+    Empty, and a dash, where a stream mixes its domains: it has no such place.
     """
-    starts = {run: switch(rows) for run, rows in pool.groupby("run", sort=False)}
+    starts = {run: switch(places) for run, places in zip(pool["run"], pool["switches"], strict=True)}
     if not starts or None in starts.values():
         return pool.iloc[:0], "—"
-    places = sorted({at for at in starts.values() if at is not None})
-    return pool[pool["position"] >= pool["run"].map(starts)], ", ".join(map(str, places))
+    found = sorted({at for at in starts.values() if at is not None})
+    return pool[pool["position"] >= pool["run"].map(starts)], ", ".join(map(str, found))
 
 
-def switch(rows: pd.DataFrame) -> int | None:
-    """The position at which one run's stream leaves its first domain; None if it never does, or comes back."""
-    ordered = rows.sort_values("position")
-    first = ordered["domain"].iloc[0]
-    others = ordered["domain"] != first
-    if not others.any():
-        return None
-    at = ordered["position"][others].iloc[0]
-    return int(at) if others[ordered["position"] >= at].all() else None
+def switch(places: list[int] | None) -> int | None:
+    return min(places) if isinstance(places, list) and places else None
 
 
 def with_adapters(data: Runs, names: Sequence[str]) -> Runs:

@@ -26,7 +26,7 @@ FREE_OF_WORKLOAD = ("seed", "limit")
 PAIR = ("target", "draft", "decode")
 OF_RUNS = (
     "run", "name", "experiment", "target", "draft", "adapter", "workload", "decode", "temperature", "max_new_tokens",
-    "seed", "order", "split", "measure", "stateful", "learning_rate",
+    "seed", "order", "split", "measure", "stateful", "learning_rate", "switches",
 )  # fmt: skip
 
 
@@ -119,9 +119,12 @@ def setting_of(config: dict[str, Any], keys: Iterable[str]) -> Any:
 def _setting(config: dict[str, Any], attempt: dict[str, Any]) -> dict[str, Any]:
     """What may not differ inside a pool, by dotted key."""
     held = {key: value for key, value in config.items() if key not in FREE}
-    held["workload"] = {key: value for key, value in config["workload"].items() if key not in FREE_OF_WORKLOAD}
-    weights = {key: (attempt.get(key) or {}).get("sha256") for key in ("target_weights", "draft_weights", "data")}
-    return flattened({**held, "sha256": weights})
+    # Of a stream the prompts served, and so their hash, depend on order and length.
+    hashed = ("target_weights", "draft_weights", *(() if "sources" in config["workload"] else ("data",)))
+    contents = {key: (attempt.get(key) or {}).get("sha256") for key in hashed}
+    flat = flattened({**held, "sha256": contents})
+    free = tuple(f".{key}" for key in FREE_OF_WORKLOAD)
+    return {key: value for key, value in flat.items() if not (key.startswith("workload.") and key.endswith(free))}
 
 
 def flattened(config: dict[str, Any]) -> dict[str, Any]:
