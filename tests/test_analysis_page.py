@@ -23,13 +23,7 @@ ROOT = Path(__file__).parents[1]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-
-
-def is_notebook(path: Path) -> bool:
-    return path.read_text(encoding="utf-8").startswith("# %%")
-
-
-NOTEBOOKS = sorted(path for path in (ROOT / "analysis").glob("*.py") if is_notebook(path))
+NOTEBOOKS = notebook.notebooks(ROOT / "analysis")
 
 
 def ensemble(n: int, every: int = 4) -> list:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from tests.table_cases import run, runs
-from tracedraft.analysis import costs, paper, related, statistics
+from tracedraft.analysis import costs, paper, related, statistics, tuning
 from tracedraft.analysis.pooling import Pools, chosen, over, speedup, tau_gain
 from tracedraft.analysis.rendering import as_csv, as_latex, as_markdown, latex_escape, write
 from tracedraft.analysis.tables import Cell, Column, Missing, Refused, Row, Table, finished
@@ -128,11 +128,23 @@ def test_runs_of_other_settings_are_never_pooled():
     assert [row.labels[-1] for row in table.rows] == ["0.03", "0.1"]
 
 
+def test_settings_stand_side_by_side_on_any_prompts():
+    dev = {"split": "dev", "experiment": "steps", "measure": "acceptance"}
+    made = [run(w, settings={"lr": lr}, gain=1 + lr, **dev) for w in ("arena", "math500") for lr in (0.1, 0.2)]
+    table = finished(tuning.settings_table(runs(*made, run("arena", settings={"lr": 0.1}, seed=1, **dev), run())))
+    assert [row.labels[-1] for row in table.rows] == ["lr=0.1", "lr=0.2"]
+    first, second = (at(table, f"lr={lr}") for lr in (0.1, 0.2))
+    assert second["math500: gain"].value == pytest.approx(1.2, abs=0.02)
+    assert (first["arena: gain"].n, first["math500: gain"].n) == (24, 12)
+    assert second["arena: tau"].best
+    assert first["arena: speedup"].value is None
+
+
 def test_runs_of_development_prompts_unfinished_ones_and_other_experiments_stay_out():
     data = runs(run(), run(order=1, split="dev"), run(order=2, complete=False), run(order=3, experiment="tuning"))
     assert list(chosen(data, "eight_workloads").runs["order"]) == [0]
     assert list(chosen(data).runs["order"]) == [0, 3]
-    assert len(chosen(runs(run(experiment="mine")), "eight_workloads").runs) == 1
+    assert list(chosen(data, "cross_domain").runs["order"]) == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +254,8 @@ def test_latex_compiles(tmp_path):
         related.alphas,
         costs.cost_table,
         costs.power_table,
+        costs.length_table,
+        tuning.settings_table,
         lambda data: related.sensitivity(data, "s", "S", ["adapter.lr"]),
     ],
 )

@@ -100,18 +100,23 @@ def figure(made: Figure, name: str) -> Figure:
     return made
 
 
-def run(notebooks: list[Path]) -> int:
+def run(paths: list[Path]) -> int:
     """Run notebooks as scripts, each to its end whatever becomes of the others; the exit status."""
     failed = 0
-    for notebook in notebooks:
-        print(f"{notebook}", file=sys.stderr)
+    for path in paths:
+        print(f"{path}", file=sys.stderr)
         try:
-            runpy.run_path(str(notebook), run_name="__main__")
+            runpy.run_path(str(path), run_name="__main__")
         except UserError as error:
             failed += 1
             print(f"error: {error}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def notebooks(folder: Path) -> list[Path]:
+    """The notebooks in a folder, by name."""
+    return [path for path in sorted(folder.glob("*.py")) if path.read_text(encoding="utf-8").startswith("# %%")]
+
+
 if __name__ == "__main__":
-    sys.exit(run([Path(name) for name in sys.argv[1:]]))
+    sys.exit(run([Path(name) for name in sys.argv[1:]] or notebooks(HERE)))

@@ -50,6 +50,7 @@ SECTIONS = (
                                         "onlinespec_step_size", "onlinespec_warm_up"),
             (("step_size", "What a step size does."),)),
     Section("In OSD's layouts", ("osd_alpha", "osd_loss", "osd_tokens")),
+    Section("Settings", ("settings",)),
     Section("Costs and sample sizes", ("costs", "power")),
 )  # fmt: skip
 

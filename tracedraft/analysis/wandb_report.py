@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -25,8 +26,7 @@ def blocks(folder: Path, data: Runs, entity: str, project: str) -> list[Any]:
     Args:
         folder: where ``make tables`` left its tables.
     """
-    import wandb_workspaces.reports.v2 as wr
-
+    wr = _workspaces()
     found: list[Any] = [wr.TableOfContents()]
     for section in SECTIONS:
         files = [folder / "tables" / f"{name}.md" for name in section.tables]
@@ -42,8 +42,8 @@ def blocks(folder: Path, data: Runs, entity: str, project: str) -> list[Any]:
 
 def _panels(experiment: str, entity: str, project: str) -> Any:
     import wandb_workspaces.expr as expr
-    import wandb_workspaces.reports.v2 as wr
 
+    wr = _workspaces()
     group = expr.And(expr.Metric("Group") == experiment)
     runs = wr.Runset(entity=entity, project=project, name=experiment, filters=group)
     plots = [
@@ -59,17 +59,23 @@ def publish(folder: Path, data: Runs, entity: str | None, project: str) -> str:
     Raises:
         UserError: wandb-workspaces is not installed, or the server refused.
     """
-    try:
-        import wandb
-        import wandb_workspaces.reports.v2 as wr
-    except ImportError as error:
-        raise UserError("a W&B report needs wandb-workspaces: pip install 'tracedraft[report]'") from error
+    import wandb
+
+    wr = _workspaces()
     try:
         owner = entity or wandb.Api().default_entity or ""
         report = wr.Report(project=project, entity=owner, title=TITLE, blocks=blocks(folder, data, owner, project))
         return report.save().url
     except Exception as error:  # its client raises dozens of unrelated types
         raise UserError(f"no W&B report in {project}: {type(error).__name__}: {error}") from error
+
+
+def _workspaces() -> Any:
+    """Its reports; the package's own types refuse what its examples do."""
+    try:
+        return importlib.import_module("wandb_workspaces.reports.v2")
+    except ImportError as error:
+        raise UserError("a W&B report needs wandb-workspaces: pip install 'tracedraft[report]'") from error
 
 
 def main() -> int:
