@@ -252,5 +252,9 @@ def test_a_refused_table_fails_the_command_and_not_the_others(tmp_path, monkeypa
     monkeypatch.setattr(statistics, "RESAMPLES", 299)
     monkeypatch.setenv("OUT", str(tmp_path))
     assert notebook.run([path for path in NOTEBOOKS if path.stem in ("cross_domain", "eight_workloads")]) == 1
-    assert "table eight_workloads: runs of different versions" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "table eight_workloads: runs of different versions" in said
+    assert "table lengths: runs of different versions" in said
     assert (tmp_path / "tables" / "cross_domain.md").exists()
+    with pytest.raises(UserError, match="different versions"):
+        notebook.table(paper.eight_workloads(mixed))

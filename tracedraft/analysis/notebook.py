@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tracedraft.analysis import figures, rendering
 from tracedraft.analysis.runs import load_runs
 from tracedraft.analysis.schema import Runs
-from tracedraft.analysis.tables import MIXTURES, Table, finished
+from tracedraft.analysis.tables import MIXTURES, Missing, Refused, Table, finished
 from tracedraft.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def _load(paths: tuple[str, ...], source: Any) -> Runs:
     return data
 
 
+_failed: list[str] | None = None  # what went wrong with tables so far, while several notebooks run; else it is raised
+
+
 def table(made: Table) -> Table:
     """Finish a table and write it, in all forms.
 
@@ -88,10 +91,16 @@ def table(made: Table) -> Table:
         UserError: see ``tables.finished`` and ``rendering.write``.
     """
     options = Options.from_environment()
-    done = finished(made, options.allow)
-    problems = load().problems
-    rendering.write(done, options.out / "tables", options.source, problems, options.mark, options.strict)
-    return done
+    try:
+        done = finished(made, options.allow)
+        problems = load().problems
+        rendering.write(done, options.out / "tables", options.source, problems, options.mark, options.strict)
+        return done
+    except (Refused, Missing) as error:
+        if _failed is None:
+            raise
+        _failed.append(str(error))
+        return made
 
 
 def figure(made: Figure, name: str) -> Figure:
@@ -101,15 +110,20 @@ def figure(made: Figure, name: str) -> Figure:
 
 
 def run(paths: list[Path]) -> int:
-    """Run notebooks as scripts, each to its end whatever becomes of the others; the exit status."""
-    failed = 0
-    for path in paths:
-        print(f"{path}", file=sys.stderr)
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except UserError as error:
-            failed += 1
-            print(f"error: {error}", file=sys.stderr)
+    """Run notebooks as scripts, making every table that can be made; the exit status."""
+    global _failed
+    _failed = failed = []
+    try:
+        for path in paths:
+            print(f"{path}", file=sys.stderr)
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except UserError as error:
+                failed.append(f"{path}: {error}")
+    finally:
+        _failed = None
+    for error in failed:
+        print(f"error: {error}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -118,5 +132,12 @@ def notebooks(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.py")) if path.read_text(encoding="utf-8").startswith("# %%")]
 
 
+def main() -> int:
+    return run([Path(name) for name in sys.argv[1:]] or notebooks(HERE))
+
+
 if __name__ == "__main__":
-    sys.exit(run([Path(name) for name in sys.argv[1:]] or notebooks(HERE)))
+    # The notebooks import this module by its name, and what is run as a script is another one.
+    from tracedraft.analysis import notebook
+
+    sys.exit(notebook.main())
