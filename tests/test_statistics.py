@@ -10,11 +10,11 @@ from tracedraft.analysis import statistics
 from tracedraft.analysis.statistics import (
     blocks,
     conversations_needed,
-    draws,
     estimate,
     first_over_second,
     holm,
     mean,
+    resampled,
     spread,
     tau_gain,
 )
@@ -79,13 +79,15 @@ def test_orders_and_blocks_hold_what_neighbours_share(fewer_resamples):
 
 
 def test_units_are_drawn_whole_and_levels_multiply():
-    drawn = draws(["a", "a", "b", "c"], [0, 1, 0, 1])
+    """Sums of the identity are how often each row was drawn."""
+    drawn = resampled(np.eye(4), ["a", "a", "b", "c"], [0, 1, 0, 1])
     assert drawn.shape == (statistics.RESAMPLES, 4)
-    level_0 = draws(["a", "a", "b", "c"])
-    assert (level_0[:, 0] == level_0[:, 1]).all()
-    assert (level_0[:, [0, 2, 3]].sum(axis=1) == 3).all()
+    units = resampled(np.eye(4), ["a", "a", "b", "c"])
+    assert (units[:, 0] == units[:, 1]).all()
+    assert (units[:, [0, 2, 3]].sum(axis=1) == 3).all()
     twice = drawn[:, 0] + drawn[:, 1]  # unit a's weight times the draws of both levels, which are two
-    assert (twice == 2 * level_0[:, 0]).all()
+    assert (twice == 2 * units[:, 0]).all()
+    assert set(np.unique(drawn[:, 0] / np.where(units[:, 0] > 0, units[:, 0], 1))) == {0, 1, 2}
 
 
 def test_blocks_are_neighbours_of_one_stream_unless_prompts_come_back():

@@ -112,6 +112,11 @@ def figure(made: Figure, name: str) -> Figure:
 def run(paths: list[Path]) -> int:
     """Run notebooks as scripts, making every table that can be made; the exit status."""
     global _failed
+    try:
+        load()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     _failed = failed = []
     try:
         for path in paths:

@@ -40,6 +40,7 @@ COUNTS = "n: conversations that differ in prompt, in seed or, where a learner ke
 def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
     """Per pair and workload: tau and throughput of the fixed and the adapted drafts, gains, and means of those."""
     data = with_adapters(data, ["fixed", *inner])
+    data = where(data, data.runs["switches"].isna() & ~data.runs["workload"].str.startswith("stream"))
     pools, rows = Pools(data), []
     extra = [name for name in pools.values("workload") if name not in EIGHT]
     workloads = (*EIGHT, *extra)

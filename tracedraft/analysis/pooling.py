@@ -31,14 +31,10 @@ OF_RUNS = (
 
 
 def chosen(data: Runs, *experiments: str) -> Runs:
-    """Finished runs on prompts that chose nothing, of experiments whose names begin with one of these; none: of all.
-
-    A source that holds one experiment only is taken whole, whatever its name.
-    """
-    names = data.runs["experiment"].unique()
-    every = len(names) == 1 or not experiments
-    wanted = [name for name in names if every or name.startswith(experiments)]
-    return where(data, data.runs["complete"] & (data.runs["split"] != "dev") & data.runs["experiment"].isin(wanted))
+    """Finished runs on prompts that chose nothing: of experiments named so at their beginning, else of all."""
+    usable = data.runs["complete"] & (data.runs["split"] != "dev")
+    named = data.runs["experiment"].map(lambda name: str(name).startswith(experiments))
+    return where(data, usable & named if (usable & named).any() else usable)
 
 
 def where(data: Runs, mask: pd.Series) -> Runs:

@@ -76,7 +76,7 @@ def estimate(counts: ArrayLike, ratio: Ratio, units: ArrayLike, levels: ArrayLik
     if found < FEWEST:
         return Estimate(value, n=len(rows), reason=f"{found} of {FEWEST} conversations or blocks for an interval")
     with np.errstate(divide="ignore", invalid="ignore"):
-        replicates = ratio(draws(units, levels) @ rows)
+        replicates = ratio(resampled(rows, units, levels))
     return from_replicates(value, replicates, len(rows))
 
 
@@ -89,8 +89,8 @@ def from_replicates(value: float, replicates: NDArray[np.float64], n: int) -> Es
     return Estimate(value, float(low), float(high), float(p), n, None, replicates)
 
 
-def draws(units: ArrayLike, levels: ArrayLike | None = None) -> NDArray[np.float64]:
-    """How often each resample holds each row [RESAMPLES, n].
+def resampled(rows: NDArray[np.float64], units: ArrayLike, levels: ArrayLike | None = None) -> NDArray[np.float64]:
+    """Sums of rows [n, k] in each resample [RESAMPLES, k].
 
     Units and levels are drawn with replacement, each for itself, and a row counts the product (Owen, "The pigeonhole
     bootstrap", 2007). Where every unit lies in one level only, this is drawing levels, and units below them.
@@ -98,14 +98,18 @@ def draws(units: ArrayLike, levels: ArrayLike | None = None) -> NDArray[np.float
     # Of their own per set of units: cells that drew alike could not be averaged.
     named = "\n".join(map(str, np.asarray(units).tolist()))
     random = np.random.default_rng(zlib.crc32(named.encode()))
-    weights = _multinomial(random, units)
-    return weights if levels is None else weights * _multinomial(random, levels)
+    held, unit = np.unique(np.asarray(units), return_inverse=True)
+    known, level = np.unique(np.zeros(len(rows)) if levels is None else np.asarray(levels), return_inverse=True)
+    # Never [RESAMPLES, n] at once: hundreds of orders of hundreds of prompts would be gigabytes.
+    cube = np.zeros((len(held), len(known), rows.shape[1]))
+    np.add.at(cube, (unit, level), rows)
+    by_level = (_multinomial(random, len(held)) @ cube.reshape(len(held), -1)).reshape(RESAMPLES, *cube.shape[1:])
+    return by_level[:, 0] if levels is None else np.einsum("rl,rlk->rk", _multinomial(random, len(known)), by_level)
 
 
-def _multinomial(random: np.random.Generator, labels: ArrayLike) -> NDArray[np.float64]:
-    names, place = np.unique(np.asarray(labels), return_inverse=True)
-    drawn = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    return drawn[:, place].astype(float)
+def _multinomial(random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    """How often each of ``count`` is drawn [RESAMPLES, count]."""
+    return random.multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)
 
 
 def blocks(runs: Sequence[Any], ids: Sequence[Any], positions: Sequence[int]) -> list[str]:

@@ -18,7 +18,9 @@ def settings_table(data: Runs) -> Table:
     """A line a setting of an experiment that varies some, a group of columns a workload; on any prompts."""
     data = where(data, data.runs["complete"])
     runs = pd.concat([_told(alike) for _, alike in data.runs.groupby("experiment")] or [data.runs.assign(told="")])
-    runs = runs[runs["told"] != ""]
+    runs = runs[runs["told"] != ""].sort_values(
+        ["experiment", "target", "adapter", "temperature", "learning_rate", "told"]
+    )
     pools = Pools(where(data, data.runs["run"].isin(set(runs["run"]))))
     workloads, rows = pools.values("workload"), []
     keys = ["experiment", "target", "adapter", "temperature", "told"]
