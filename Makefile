@@ -28,7 +28,7 @@ demo: $(READY) ## the main job, short: three adapters on the embedded model
 	$(BIN)/python -m tracedraft.run -m experiment=demo
 
 tables: $(READY) ## tables and figures of the committed records, or of SOURCE=… DIR=…
-	$(BIN)/python -m tracedraft.analysis.notebook
+	$(BIN)/python -m tracedraft.analysis.build
 
 report: tables ## the same as one HTML page, and with WANDB_MODE=online as a W&B report
 	$(BIN)/python -m tracedraft.analysis.page

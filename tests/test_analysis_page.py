@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.table_cases import run, runs
-from tracedraft.analysis import figures, notebook, page, panels, paper, statistics, wandb_report
+from tracedraft.analysis import build, figures, notebook, page, panels, paper, statistics, wandb_report
 from tracedraft.analysis.figures import block_losses
 from tracedraft.analysis.pooling import Pools, chosen
 from tracedraft.errors import UserError
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-NOTEBOOKS = notebook.notebooks(ROOT / "analysis")
+NOTEBOOKS = build.notebooks(ROOT / "analysis")
 
 
 def ensemble(n: int, every: int = 4) -> list:
@@ -61,7 +61,7 @@ def built(tmp_path_factory):
         patch.setattr(notebook, "_load", lambda *_: data)
         patch.setattr(figures, "UNDATED", {"svg": figures.UNDATED["svg"]})
         patch.setenv("OUT", str(out))
-        assert notebook.run(NOTEBOOKS) == 0
+        assert build.run(NOTEBOOKS) == 0
         assert page.main() == 0
     return out
 
@@ -251,7 +251,7 @@ def test_a_refused_table_fails_the_command_and_not_the_others(tmp_path, monkeypa
     monkeypatch.setattr(notebook, "_load", lambda *_: mixed)
     monkeypatch.setattr(statistics, "RESAMPLES", 299)
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert notebook.run([path for path in NOTEBOOKS if path.stem in ("cross_domain", "eight_workloads")]) == 1
+    assert build.run([path for path in NOTEBOOKS if path.stem in ("cross_domain", "eight_workloads")]) == 1
     said = capsys.readouterr().err
     assert "table eight_workloads: runs of different versions" in said
     assert "table lengths: runs of different versions" in said

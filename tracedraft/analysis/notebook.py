@@ -1,12 +1,11 @@
-"""What a notebook of ``analysis/`` starts from, and how ``make tables`` and ``make report`` run all of them.
+"""What a notebook of ``analysis/`` starts from and leaves.
 
-Their options are environment variables, so that the same file runs as a script, in Jupyter and under make.
+Its options are environment variables, so that the same file runs as a script, in Jupyter and under make.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -81,7 +80,7 @@ def _load(paths: tuple[str, ...], source: Any) -> Runs:
     return data
 
 
-_failed: list[str] | None = None  # what went wrong with tables so far, while several notebooks run; else it is raised
+failed: list[str] | None = None  # what went wrong with tables so far, while several notebooks run; else it is raised
 
 
 def table(made: Table) -> Table:
@@ -97,9 +96,9 @@ def table(made: Table) -> Table:
         rendering.write(done, options.out / "tables", options.source, problems, options.mark, options.strict)
         return done
     except (Refused, Missing) as error:
-        if _failed is None:
+        if failed is None:
             raise
-        _failed.append(str(error))
+        failed.append(str(error))
         return made
 
 
@@ -107,42 +106,3 @@ def figure(made: Figure, name: str) -> Figure:
     """Write a figure, in all forms."""
     figures.save(made, Options.from_environment().out / "figures", name)
     return made
-
-
-def run(paths: list[Path]) -> int:
-    """Run notebooks as scripts, making every table that can be made; the exit status."""
-    global _failed
-    try:
-        load()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    _failed = failed = []
-    try:
-        for path in paths:
-            print(f"{path}", file=sys.stderr)
-            try:
-                runpy.run_path(str(path), run_name="__main__")
-            except UserError as error:
-                failed.append(f"{path}: {error}")
-    finally:
-        _failed = None
-    for error in failed:
-        print(f"error: {error}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def notebooks(folder: Path) -> list[Path]:
-    """The notebooks in a folder, by name."""
-    return [path for path in sorted(folder.glob("*.py")) if path.read_text(encoding="utf-8").startswith("# %%")]
-
-
-def main() -> int:
-    return run([Path(name) for name in sys.argv[1:]] or notebooks(HERE))
-
-
-if __name__ == "__main__":
-    # The notebooks import this module by its name, and what is run as a script is another one.
-    from tracedraft.analysis import notebook
-
-    sys.exit(notebook.main())
