@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Streams that change domain
-# Persistent keeps what it learns, and the stream then turns to something else (`experiment=cross_domain`).
+# What a learner keeps meets something else
+# (`experiment=cross_domain`, or the smaller `stream_inner` and `stream_outer`).
 
 # %%
 from tracedraft.analysis import figures, notebook, paper
 from tracedraft.analysis.panels import by_stream
 from tracedraft.analysis.pooling import chosen
 
-data = chosen(notebook.load(), "cross_domain")
+data = chosen(notebook.load(), "cross_domain", ("stream_inner", "stream_outer"))
 
 # %%
 table = notebook.table(paper.cross_domain(data))
@@ -16,4 +17,4 @@ table = notebook.table(paper.cross_domain(data))
 # ## Along each stream
 
 # %%
-notebook.figure(figures.over_stream(by_stream(data)), "over_stream")
+notebook.figure(figures.over_stream(by_stream(data, paper.INNER)), "over_stream")

@@ -8,7 +8,7 @@ from tracedraft.analysis.panels import by_step
 from tracedraft.analysis.pooling import chosen
 
 data = notebook.load()
-short = chosen(data, "short_workloads", "combinations", "onlinespec")
+short = chosen(data, ("short_workloads", "onlinespec"), "stream_outer")
 
 # %% [markdown]
 # ## OnlineSPEC: methods, targets, and time with training counted

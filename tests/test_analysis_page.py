@@ -94,7 +94,7 @@ def lines(axes):
 
 def test_lines_show_sums_over_a_window_and_the_switch():
     data = chosen(everything(), "cross_domain")
-    figure = figures.over_stream(panels.by_stream(data), window=3)
+    figure = figures.over_stream(panels.by_stream(data, paper.INNER), window=3)
     left = figure.axes[0]
     at, tau = lines(left)["reset"]
     pool = Pools(data).of(adapter="reset").sort_values("position").iloc[4:7]
@@ -165,7 +165,7 @@ def test_the_page_needs_nothing_else_and_shows_every_run(built):
     text = (built / "report.html").read_text()
     found = Links()
     found.feed(text)
-    assert found.images == 7
+    assert found.images == 8
     assert all(target.startswith(("#", "data:")) for target in found.targets)
     assert {target[1:] for target in found.targets if target.startswith("#")} <= found.ids
     assert "@import" not in text
@@ -198,7 +198,7 @@ def test_the_page_fits_a_browser(built, tmp_path, width):
     seen = json.loads(title[1])
     assert seen["window"] == width
     assert seen["width"] <= width
-    assert (seen["broken"], seen["images"], seen["small"]) == (0, 7, 0)
+    assert (seen["broken"], seen["images"], seen["small"]) == (0, 8, 0)
 
 
 def test_the_page_says_when_there_is_nothing_to_show(tmp_path):

@@ -91,7 +91,7 @@ def over_stream(streams: Mapping[str, Mapping[str, Pool]], window: int = WINDOW)
         if streams:
             figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
         for axes in () if streams else panels[0]:
-            _nothing(axes, "no stream that changes domain")
+            _nothing(axes, "no stream that changes domain here")
         return figure
 
 

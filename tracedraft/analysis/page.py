@@ -44,7 +44,8 @@ SECTIONS = (
             (("over_stream", "Accepted length and tokens/s along the stream, over five conversations each; "
               "a dashed line where the domain changes."),)),
     Section("Learning between requests", ("combinations",),
-            (("ensemble_weights", "Share of each step size in what the ensemble serves."),
+            (("over_stream_outer", "Accepted length and tokens/s of learners between requests, along the stream."),
+             ("ensemble_weights", "Share of each step size in what the ensemble serves."),
              ("regret", "Summed loss beyond that of the best step size in hindsight, and accepted length."))),
     Section("In OnlineSPEC's layouts", ("onlinespec_benchmarks", "onlinespec_targets", "onlinespec_training_time",
                                         "onlinespec_step_size", "onlinespec_warm_up"),

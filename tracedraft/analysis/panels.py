@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from tracedraft.analysis.paper import ordered, pair_name, temperatures
+from tracedraft.analysis.paper import ordered, pair_name, temperatures, with_adapters
 from tracedraft.analysis.pooling import Pools, setting_of, where
 from tracedraft.analysis.related import varied
 from tracedraft.analysis.schema import Runs
@@ -30,16 +30,16 @@ def by_temperature(data: Runs, adapters: Sequence[str]) -> dict[str, Panel]:
     return panels
 
 
-def by_stream(data: Runs) -> dict[str, Panel]:
+def by_stream(data: Runs, adapters: Sequence[str]) -> dict[str, Panel]:
     """A panel a stream whose domain changes, pair and temperature; the first ``MOST``."""
-    pools, panels = Pools(data), {}
+    pools, panels = Pools(with_adapters(data, adapters)), {}
     for pair in pools.pairs():
         for stream in pools.values("workload"):
             for temperature in temperatures(pools):
                 place = pair | {"workload": stream, "temperature": temperature}
                 of = {name: pools.of(**place, adapter=name) for name in ordered(pools.values("adapter", **place))}
                 if of and pd.concat(of.values())["domain"].nunique() > 1:
-                    panels[f"{stream}, T = {temperature:g}"] = of
+                    panels[f"{stream}, {pair_name(pair, pools)}, T = {temperature:g}"] = of
     return dict(list(panels.items())[:MOST])
 
 

@@ -30,11 +30,19 @@ OF_RUNS = (
 )  # fmt: skip
 
 
-def chosen(data: Runs, *experiments: str) -> Runs:
-    """Finished runs on prompts that chose nothing: of experiments named so at their beginning, else of all."""
+def chosen(data: Runs, *experiments: str | tuple[str, ...]) -> Runs:
+    """Finished runs on prompts that chose nothing.
+
+    Args:
+        experiments: names, or beginnings of names, in the order of preference; those of a tuple together. The first
+            that there are runs of counts; all runs if there are none.
+    """
     usable = data.runs["complete"] & (data.runs["split"] != "dev")
-    named = data.runs["experiment"].map(lambda name: str(name).startswith(experiments))
-    return where(data, usable & named if (usable & named).any() else usable)
+    for names in experiments:
+        named = data.runs["experiment"].map(lambda name: str(name).startswith(names))  # noqa: B023
+        if (usable & named).any():
+            return where(data, usable & named)
+    return where(data, usable)
 
 
 def where(data: Runs, mask: pd.Series) -> Runs:

@@ -15,10 +15,11 @@ POOLED = (*FREE, *(f"workload.{key}" for key in FREE_OF_WORKLOAD), "decode.tempe
 
 
 def settings_table(data: Runs) -> Table:
-    """A line a setting of an experiment that varies some, a group of columns a workload; on any prompts."""
+    """A line a learner with its settings, in experiments that vary or try some; a group of columns a workload."""
     data = where(data, data.runs["complete"])
     runs = pd.concat([_told(alike) for _, alike in data.runs.groupby("experiment")] or [data.runs.assign(told="")])
-    runs = runs[runs["told"] != ""].sort_values(
+    tried = runs.groupby("experiment")["told"].transform(lambda told: (told != "").any()) | (runs["split"] == "dev")
+    runs = runs[tried.astype(bool)].sort_values(
         ["experiment", "target", "adapter", "temperature", "learning_rate", "told"]
     )
     pools = Pools(where(data, data.runs["run"].isin(set(runs["run"]))))
