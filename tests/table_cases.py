@@ -38,6 +38,7 @@ def run(
     split: str = "test",
     complete: bool = True,
     plain: bool = False,
+    tokens: int = 256,
 ) -> Counted:
     """One run whose arms differ by these gains, give or take the noise.
 
@@ -56,7 +57,7 @@ def run(
         "draft": {"name": "eagle3"},
         "adapter": {"name": adapter, **own, **(settings or {})},
         "workload": {"name": workload, "seed": order, "split": split, "limit": n},
-        "decode": {"name": "chain", "chain_length": DEPTH, "top_p": 0.95, "max_new_tokens": 256}
+        "decode": {"name": "chain", "chain_length": DEPTH, "top_p": 0.95, "max_new_tokens": tokens}
         | {"temperature": temperature},
         "seed": seed,
         "measure": measure,

@@ -122,8 +122,10 @@ def test_streams_are_cut_where_the_first_other_domain_begins():
 
 def test_runs_of_other_settings_are_never_pooled():
     data = runs(run(order=0), run(order=1, settings={"lr": 0.1}))
-    with pytest.raises(UserError, match=r"adapter.lr=0.03, 0.1: runs of aime24 with reset .* DIR="):
+    with pytest.raises(UserError, match=r"adapter.lr=0.03, 0.1: runs of aime24 at .*adapters reset;.* DIR="):
         paper.eight_workloads(data)
+    with pytest.raises(UserError, match=r"decode.max_new_tokens=256, 64: .*adapters persistent, reset"):
+        paper.eight_workloads(runs(run(), run(adapter="persistent", tokens=64)))
     table = related.sensitivity(data, "rates", "Rates", ["adapter.lr"])
     assert [row.labels[-1] for row in table.rows] == ["0.03", "0.1"]
 

@@ -284,7 +284,8 @@ def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
             best = np.cumsum(base, axis=0)[:, np.argmin(base.sum(axis=0))]
             for i, lr in enumerate(lrs):
                 left.plot(at, np.cumsum(base[:, i]) - best, label=f"step {lr:g}", linewidth=0.9)
-            left.plot(at, np.cumsum(learner) - best, label="served", color="black", linestyle="-", marker="X")
+            served = "served: not measured (guard off)" if np.isnan(learner).all() else "served"
+            left.plot(at, np.cumsum(learner) - best, label=served, color="black", linestyle="-", marker="X")
             left.axhline(0, color="0.3", linewidth=0.8)
             left.set(xlabel="block", ylabel="regret (summed loss)", title=title)
             left.legend()

@@ -10,6 +10,7 @@ import pandas as pd
 from tracedraft.analysis import statistics
 from tracedraft.analysis.pooling import (
     Pools,
+    compared,
     counted,
     fixed,
     over,
@@ -41,7 +42,7 @@ def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
     """Per pair and workload: tau and throughput of the fixed and the adapted drafts, gains, and means of those."""
     data = with_adapters(data, ["fixed", *inner])
     data = where(data, data.runs["switches"].isna() & ~data.runs["workload"].str.startswith("stream"))
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     extra = [name for name in pools.values("workload") if name not in EIGHT]
     workloads = (*EIGHT, *extra)
     for pair in pools.pairs():
@@ -109,7 +110,7 @@ def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] 
     """Each learner between requests alone and with learning inside them; gains over itself alone."""
     names = [*outer, *(f"{o}_{i}" for o in outer for i in inner)]
     data = with_adapters(data, names)
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     for pair in pools.pairs():
         for workload in pools.values("workload") or ["—"]:
             for temperature in temperatures(pools):
@@ -143,7 +144,7 @@ def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] 
 
 def cross_domain(data: Runs) -> Table:
     """Each stream whose domain changes: over all of it, and after the change."""
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     domains = pools.rows.groupby("workload")["domain"].nunique()
     streams = [name for name in pools.values("workload") if domains.get(name, 0) > 1]
     for pair in pools.pairs():

@@ -89,6 +89,17 @@ class Pools:
         return [{str(k): v for k, v in pair.items()} for pair in found] or [dict.fromkeys(PAIR, "—")]
 
 
+def compared(data: Runs) -> Pools:
+    """The pools of runs that are set side by side.
+
+    Raises:
+        UserError: runs of one pair, workload and temperature differ in more than their adapters.
+    """
+    for _, alike in data.runs.groupby([*PAIR, "workload", "temperature"]):
+        check_one_setting(alike, any_adapter=True)
+    return Pools(data)
+
+
 def _matches(runs: pd.DataFrame, equal: dict[str, Any]) -> pd.Series:
     mask = pd.Series(True, index=runs.index)
     for column, value in equal.items():
@@ -96,21 +107,28 @@ def _matches(runs: pd.DataFrame, equal: dict[str, Any]) -> pd.Series:
     return mask
 
 
-def check_one_setting(runs: pd.DataFrame) -> None:
-    """Raises UserError when runs of one pool differ in more than they may, by the key that does."""
+def check_one_setting(runs: pd.DataFrame, any_adapter: bool = False) -> None:
+    """Raises UserError when runs of one pool differ in more than they may, by the key that does.
+
+    Args:
+        any_adapter: adapters may differ, too.
+    """
     if len(runs) < 2:
         return
     settings = [
         _setting(config, attempts[0]) for config, attempts in zip(runs["config"], runs["attempts"], strict=True)
     ]
     for key in sorted(set().union(*settings)):
+        if any_adapter and key.startswith("adapter."):
+            continue
         values = list(dict.fromkeys(json.dumps(setting.get(key)) for setting in settings))
         if len(values) > 1:
             first = runs.iloc[0]
+            adapters, experiments = (", ".join(sorted(set(runs[name]))) for name in ("adapter", "experiment"))
             raise UserError(
-                f"{key}={', '.join(values)}: runs of {first['workload']} with {first['adapter']} at temperature "
-                f"{first['temperature']:g} differ in it (experiments {', '.join(sorted(set(runs['experiment'])))}), "
-                "so one cell can't hold them: give the folder of one of them by DIR=…"
+                f"{key}={', '.join(values)}: runs of {first['workload']} at temperature {first['temperature']:g} "
+                f"(adapters {adapters}; experiments {experiments}) differ in it, and can't stand side by side: give "
+                "the folder of one of them by DIR=…"
             )
 
 

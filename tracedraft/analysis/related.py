@@ -13,6 +13,7 @@ from tracedraft.analysis.paper import INNER, OUTER, ordered, pair_name, temperat
 from tracedraft.analysis.pooling import (
     Pools,
     alpha,
+    compared,
     counted,
     fixed,
     over_plain,
@@ -36,7 +37,7 @@ SD = "AvgLen is tau, ± its standard deviation over runs; speedup over the fixed
 def benchmarks(data: Runs, workloads: Sequence[str] = SHORT) -> Table:
     """OnlineSPEC's table 1: AvgLen and speedup by benchmark and method; a row group a pair and temperature."""
     data = where(data, data.runs["workload"].isin(workloads))
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
             group = (pair_name(pair, pools), f"{temperature:g}")
@@ -77,7 +78,7 @@ def _avg_len(pool: pd.DataFrame, arm: str = "adapted") -> Cell:
 def targets(data: Runs, workload: str = "gsm8k") -> Table:
     """OnlineSPEC's tables 3, 4, 7: targets side by side on one benchmark, plain decoding first."""
     data = where(data, data.runs["workload"] == workload)
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
             place = pair | {"workload": workload, "temperature": temperature}
@@ -107,7 +108,7 @@ def targets(data: Runs, workload: str = "gsm8k") -> Table:
 def training_time(data: Runs) -> Table:
     """OnlineSPEC's table 6: seconds with what learning between requests took counted."""
     data = where(data, data.runs["adapter"].str.startswith(OUTER) & (data.runs["measure"] == "time"))
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     for pair in pools.pairs():
         for workload in pools.values("workload") or ["—"]:
             for temperature in temperatures(pools):
@@ -210,7 +211,7 @@ def _shown(value: Any) -> str:
 def alphas(data: Runs, workloads: Sequence[str] = SHORT) -> Table:
     """OSD's first table: acceptance rate of the fixed and of the learning draft by data set."""
     data = where(data, data.runs["workload"].isin(workloads))
-    pools, rows = Pools(data), []
+    pools, rows = compared(data), []
     for pair in pools.pairs():
         for temperature in temperatures(pools):
             places = [pair | {"workload": name, "temperature": temperature} for name in workloads]
