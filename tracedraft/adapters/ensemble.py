@@ -121,10 +121,12 @@ class EnsembleRule(Rule):
 
     def _weigh(self, before: list[float], after: list[float]) -> list[float]:
         """p of each base learner; one whose weights broke gets none."""
-        if self.spec.meta is Meta.hedge:
+        hedge = self.spec.meta is Meta.hedge
+        losses = after if hedge else before  # before learning from it, hedge's are all the same
+        self.cumulative = [total + loss for total, loss in zip(self.cumulative, losses, strict=True)]
+        if hedge:
             scores = [-loss / self.spec.tau for loss in after]
         else:
-            self.cumulative = [total + loss for total, loss in zip(self.cumulative, before, strict=True)]
             scores = [-self.spec.epsilon * total for total in self.cumulative]
         whole = [all(bool(w.isfinite().all()) for w in base.values()) for base in self.base]
         scores = [
