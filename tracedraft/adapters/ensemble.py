@@ -115,9 +115,9 @@ class EnsembleRule(Rule):
                 after.append(room.loss(lessons))
         p = self._weigh(before, after)
         put(self.student.weights, self._combined(p))
-        return Learnt(
-            loss, steps, {"learners": {"lrs": list(self.spec.lrs), "p": p, "losses": before, "after": after}}
-        )
+        best = self.spec.lrs[min(range(len(p)), key=self.cumulative.__getitem__)]
+        seen = {"lrs": list(self.spec.lrs), "p": p, "losses": before, "after": after, "best_lr_so_far": best}
+        return Learnt(loss, steps, {"learners": seen})
 
     def _weigh(self, before: list[float], after: list[float]) -> list[float]:
         """p of each base learner; one whose weights broke gets none."""
