@@ -221,14 +221,13 @@ def prompts(folder: Path) -> Path:
 def test_every_experiment_dry_runs_on_the_tiny_pair(name, tmp_path, monkeypatch, capsys):
     """Two jobs of each: composing all of them takes minutes."""
     monkeypatch.setenv("TRACEDRAFT_DATA", str(prompts(tmp_path)))
-    file = OmegaConf.load(shipped_dir("experiments") / f"{name}.yaml")
-    params = OmegaConf.select(file, "hydra.sweeper.params") or {}
+    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
+        whole = compose("config", [f"experiment={name}"], return_hydra_config=True)
+    params = whole.hydra.sweeper.params or {}
     values = {key: str(text).split(",") for key, text in params.items()}
     longest = max(values, key=lambda key: len(values[key]), default=None)
     some = [f"{key}={','.join(v[:2] if key == longest else v[:1])}" for key, v in values.items()]
-    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        blocks = short_blocks(compose("config", [f"experiment={name}"]))
-    code = command(f"experiment={name}", *some, *blocks, "launcher.dry_run=true")
+    code = command(f"experiment={name}", *some, *short_blocks(whole), "launcher.dry_run=true")
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "failed" not in out
