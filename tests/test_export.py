@@ -230,6 +230,21 @@ def test_a_run_s_learner_goes_into_the_draft(layout, dtype, draft, served, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", ["osd", "osd_persistent"])
+def test_what_was_learnt_between_requests_goes_into_the_draft(adapter, dtype, draft, served, tmp_path):
+    """All of it as it was served last, and on top what was learnt inside the last responses."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    learner = (f"adapter={adapter}", "adapter.outer.update_interval=1", "workload=sample_chat", *draft)
+    measure(run_config(*learner, f"target.dtype={dtype}", "keep_learner=true"), run, None)
+    export("target=tiny", *draft[1:], f"run={run}", f"out={out}")
+    after, model = eagle3.load(out, None, "cpu"), served[0]["adapted"].draft.model
+    same(dict(after.state_dict()), dict(model.state_dict()))
+    assert not torch.equal(
+        after.fc.weight, eagle3.load(tmp_path / "draft", None, "cpu").fc.weight.to(after.fc.weight)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_low_rank_head_is_written_dense(dtype, draft, served, tmp_path):
     """The factors' product included, to fp32 rounding at logits of size ~10."""
     run, out = tmp_path / "run", tmp_path / "out"

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from hydra import compose, initialize_config_dir
 from launch_cases import TINY, command
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tracedraft import records
 from tracedraft.config import shipped_dir
@@ -166,12 +166,19 @@ def test_status_of_ten_thousand_runs_is_quick(tmp_path, capsys):
 # --- identity
 
 
+def short_blocks(cfg: DictConfig) -> list[str]:
+    """Overrides for a learner between requests, that one conversation makes a block."""
+    return ["adapter.outer.update_interval=1", "adapter.outer.warm_up=0"] if "outer" in cfg.adapter else []
+
+
 def test_identity_is_found_without_a_model_and_equals_the_record(tmp_path, monkeypatch, here, folder):
     """For every experiment file, cut short on the tiny pair: composed, planned, run, and read back."""
     monkeypatch.setenv("TRACEDRAFT_DATA", str(prompts(tmp_path)))
     for name in EXPERIMENTS:
         with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-            cfg = compose("config", [f"experiment={name}", *TINY[:3], "workload.limit=1", "decode.max_new_tokens=8"])
+            short = [f"experiment={name}", *TINY[:3], "workload.limit=1", "decode.max_new_tokens=8"]
+            cfg = compose("config", short)
+            cfg = compose("config", [*short, *short_blocks(cfg)])
         expected = identify(cfg).fingerprint
         summary = measured(cfg, tmp_path / "single" / name)
         assert summary["provenance"]["fingerprint"] == expected
@@ -214,12 +221,13 @@ def prompts(folder: Path) -> Path:
 def test_every_experiment_dry_runs_on_the_tiny_pair(name, tmp_path, monkeypatch, capsys):
     """Two jobs of each: composing all of them takes minutes."""
     monkeypatch.setenv("TRACEDRAFT_DATA", str(prompts(tmp_path)))
-    file = OmegaConf.load(shipped_dir("experiments") / f"{name}.yaml")
-    params = OmegaConf.select(file, "hydra.sweeper.params") or {}
+    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
+        whole = compose("config", [f"experiment={name}"], return_hydra_config=True)
+    params = whole.hydra.sweeper.params or {}
     values = {key: str(text).split(",") for key, text in params.items()}
     longest = max(values, key=lambda key: len(values[key]), default=None)
     some = [f"{key}={','.join(v[:2] if key == longest else v[:1])}" for key, v in values.items()]
-    code = command(f"experiment={name}", *some, "launcher.dry_run=true")
+    code = command(f"experiment={name}", *some, *short_blocks(whole), "launcher.dry_run=true")
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "failed" not in out

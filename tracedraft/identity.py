@@ -23,7 +23,6 @@ class Identity:
     """A run's specs and prompts, and the fingerprint of all that can change its result."""
 
     specs: dict[str, Any]
-    settings: dict[str, Any]
     conversations: list[Conversation]
     data: dict[str, Any]
     fingerprint: str
@@ -58,7 +57,7 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
         "workload": data["sha256"],
     }
     settings = {key: cfg[key] for key in SETTINGS}
-    return Identity(specs, settings, conversations, data, fingerprint({**specs, **settings}, contents))
+    return Identity(specs, conversations, data, fingerprint({**specs, **settings}, contents))
 
 
 def _built(cfg: DictConfig, group: str, known: dict[str, Any]) -> Any:

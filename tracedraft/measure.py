@@ -32,7 +32,7 @@ from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
 from tracedraft.recorded import replaying
 from tracedraft.target import Served
-from tracedraft.tracking import open_tracker, sigterm_as_exit
+from tracedraft.tracking import Tracker, open_tracker, sigterm_as_exit
 from tracedraft.transcript import Transcript
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
@@ -96,16 +96,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
     with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as record, sigterm_as_exit():
-        header = counts.header(config, records.read_attempts(folder), folder, experiment)
-        tracker = open_tracker(
-            **{k: cfg.wandb[k] for k in ("mode", "project", "entity", "tags")},
-            group=experiment,
-            job_type=names["adapter"],
-            config=counts.flat(header),
-            run_dir=folder,
-            run_id=f"{run.fingerprint}-a{record.attempt}-{uuid.uuid4().hex[:6]}",
-            hidden=(rows.COUNTS,),
-        )
+        tracker = mirror_of(cfg, counts.header(config, records.read_attempts(folder), folder, experiment), folder)
         summary, code = {}, 1
         try:
             done = stream(bench, arms, conversations, Progress(len(conversations), names), record, tracker.log)
@@ -123,6 +114,20 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
         if tracker.error:
             record.write_summary({**summary, "wandb_error": tracker.error})
     return summary
+
+
+def mirror_of(cfg: DictConfig, header: dict[str, Any], folder: Path) -> Tracker:
+    """A W&B run for this attempt, the last in the header."""
+    attempt = f"{header['fingerprint']}-a{len(header['attempts'])}"
+    return open_tracker(
+        **{key: cfg.wandb[key] for key in ("mode", "project", "entity", "tags")},
+        group=header["experiment"],
+        job_type=cfg.adapter.name,
+        config=counts.flat(header),
+        run_dir=folder,
+        run_id=f"{attempt}-{uuid.uuid4().hex[:6]}",
+        hidden=(rows.COUNTS,),
+    )
 
 
 def with_plan(

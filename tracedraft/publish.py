@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tracedraft import records
+from tracedraft.adapters.both import BothSpec
 from tracedraft.config import build_spec, plain
 from tracedraft.drafts.eagle3 import Eagle3Spec
 from tracedraft.errors import UserError
@@ -86,8 +87,25 @@ def listed_taps(
     return [i - (tap_ids is TapIds.outputs) for i in taps]
 
 
+def put_draft(model: eagle3.Eagle3, run: Path, dtype: torch.dtype) -> None:
+    """Give a draft all the weights that a learner between requests made, as they were served.
+
+    Raises:
+        UserError: it made a draft for each domain.
+    """
+    file = records.last_draft(run)
+    if file is None:
+        return  # nothing was learnt yet
+    kept = torch.load(file, weights_only=True, map_location="cpu")
+    if "weights" not in kept:
+        raise UserError(f"run={run} made a draft for each domain ({', '.join(kept)}); none serves all")
+    for name, parameter in model.named_parameters():
+        if name in kept["weights"]:
+            parameter.data = kept["weights"][name].to(dtype)
+
+
 def put_learnt(model: eagle3.Eagle3, run: Path, spec: Eagle3Spec) -> None:
-    """Give a draft the norm and head that a run's learner served last, bit for bit and in that precision.
+    """Give a draft what a run's learner served last, bit for bit and in that precision.
 
     A low-rank head is summed up in fp32, since rounding would lose what is small beside the weights.
 
@@ -112,13 +130,18 @@ def put_learnt(model: eagle3.Eagle3, run: Path, spec: Eagle3Spec) -> None:
             "run finished without keep_learner=true"
         )
     dtype = DTYPES[config.draft.dtype or config.target.dtype]
+    adapter, state = build_spec(config.adapter, "adapter"), torch.load(file, weights_only=True, map_location="cpu")
+    if isinstance(adapter, BothSpec):
+        put_draft(model, run, dtype)
+        adapter, state = adapter.inner, state["inner"]
+    if state is None:
+        return
     trained = model.norm.weight, model.lm_head.weight
     norm, weight = (parameter.data.to(dtype, copy=True) for parameter in trained)
     before = norm.clone(), weight.clone()
     # The adapter itself puts back what it knew: how it keeps that is its own affair.
     head = OutputHead(norm, weight, model.norm.eps, model.vocab)
-    adapter = build_spec(config.adapter, "adapter").build(head, config.seed)
-    adapter.load_state(torch.load(file, weights_only=True, map_location="cpu"))
+    adapter.build(head, config.seed).load_state(state)
     if head.low_rank is not None:
         left, right = (factor.float() for factor in head.low_rank)
         weight = weight.float().addmm_(left.t(), right)

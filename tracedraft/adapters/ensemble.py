@@ -115,16 +115,18 @@ class EnsembleRule(Rule):
                 after.append(room.loss(lessons))
         p = self._weigh(before, after)
         put(self.student.weights, self._combined(p))
-        return Learnt(
-            loss, steps, {"learners": {"lrs": list(self.spec.lrs), "p": p, "losses": before, "after": after}}
-        )
+        best = self.spec.lrs[min(range(len(p)), key=self.cumulative.__getitem__)]
+        seen = {"lrs": list(self.spec.lrs), "p": p, "losses": before, "after": after, "best_lr_so_far": best}
+        return Learnt(loss, steps, {"learners": seen})
 
     def _weigh(self, before: list[float], after: list[float]) -> list[float]:
         """p of each base learner; one whose weights broke gets none."""
-        if self.spec.meta is Meta.hedge:
+        hedge = self.spec.meta is Meta.hedge
+        losses = after if hedge else before  # before learning from it, hedge's are all the same
+        self.cumulative = [total + loss for total, loss in zip(self.cumulative, losses, strict=True)]
+        if hedge:
             scores = [-loss / self.spec.tau for loss in after]
         else:
-            self.cumulative = [total + loss for total, loss in zip(self.cumulative, before, strict=True)]
             scores = [-self.spec.epsilon * total for total in self.cumulative]
         whole = [all(bool(w.isfinite().all()) for w in base.values()) for base in self.base]
         scores = [
