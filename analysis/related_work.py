@@ -8,7 +8,7 @@ from tracedraft.analysis.panels import by_step
 from tracedraft.analysis.pooling import chosen
 
 data = notebook.load()
-short = chosen(data, ("short_workloads", "onlinespec"), "stream_outer")
+short = chosen(data, "protocol_onlinespec", "short_workloads")
 
 # %% [markdown]
 # ## OnlineSPEC: methods, targets, and time with training counted
@@ -35,5 +35,5 @@ notebook.figure(figures.learning_rates(by_step(data)), "step_size")
 # %%
 notebook.table(related.alphas(short))
 notebook.table(related.sensitivity(data, "osd_loss", "Loss of a learner between requests", ("adapter.outer.loss",)))
-objective = ("adapter.outer.objective", "adapter.outer.tokens")
-notebook.table(related.sensitivity(data, "osd_tokens", "What a learner between requests learns from", objective))
+tokens = ("adapter.outer.tokens",)
+notebook.table(related.sensitivity(data, "osd_tokens", "Whose tokens a learner between requests learns from", tokens))

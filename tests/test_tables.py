@@ -10,12 +10,15 @@ import subprocess
 
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from tests.table_cases import run, runs
 from tracedraft.analysis import costs, paper, related, statistics, tuning
 from tracedraft.analysis.pooling import Pools, chosen, over, speedup, tau_gain
 from tracedraft.analysis.rendering import as_csv, as_latex, as_markdown, latex_escape, write
 from tracedraft.analysis.tables import Cell, Column, Missing, Refused, Row, Table, finished
+from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
 
 
@@ -295,6 +298,21 @@ def test_costs_are_shares_of_time_and_shapes_times_counts():
     more = costs.arithmetic(shape, chain, learning) - costs.arithmetic(shape, chain, plain)
     assert more == pytest.approx(0.1 * 4 * 64 * shape.draft_head)
     assert costs.arithmetic(shape, {"most_levels": 8}, plain) is None
+
+
+def test_memory_counts_copies_of_what_is_trained():
+    shape = costs.SHAPES["smollm2-135m"]
+    head = 576 * 12288
+    inner = {"optimizer": "sgd", "form": "dense", "window": 64, "max_rows": 256}
+    weights, learner = costs.memory(shape, 2, inner)
+    assert weights == 2 * (shape.target_pass + shape.draft_slot + head)
+    assert learner == 64 * 4 * (576 + 12288) + (4 + 2) * head  # window, fp32 master and the start in bf16
+    assert costs.memory(shape, 2, inner | {"optimizer": "adam"})[1] == learner + 3 * 4 * head
+    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
+        ensemble = OmegaConf.to_container(compose("config", ["adapter=ensemble"]).adapter, resolve=True)
+    # Three copies, and twice for each of three learners weights and two moments; and what is served, and gradients.
+    assert costs.memory(shape, 2, ensemble)[1] == 4 * (3 + 2 * 3 * 3 + 2) * (shape.draft_slot + head)
+    assert costs.memory(shape, 2, {"name": "unknown"})[1] is None
 
 
 def test_power_needs_fewer_conversations_for_larger_gains():

@@ -13,6 +13,7 @@ from tracedraft.analysis.paper import COUNTS, INNER, ordered, pair_name, tempera
 from tracedraft.analysis.pooling import Pools, by_tokens, counted, flattened, paired, speedup, tau_gain, timed, where
 from tracedraft.analysis.schema import Runs
 from tracedraft.analysis.tables import Cell, Column, Row, Table, cell, text
+from tracedraft.errors import UserError
 from tracedraft.report import varied
 
 PHASES = ("prefill", "propose", "verify", "observe", "update", "other")
@@ -122,16 +123,38 @@ def _drafted(decode: dict[str, Any]) -> tuple[int, int, int] | None:
 
 
 def memory(shape: Shape, size: int, adapter: dict[str, Any]) -> tuple[float, float | None]:
-    """Bytes of the weights of target and draft, and of what an inner learner holds beside them; None for others."""
+    """Bytes of the weights of target and draft, and of what a learner holds beside them; None where unknown."""
     embedding = 0 if shape.tied else shape.hidden * shape.vocab
     weights = size * (shape.target_pass + embedding + shape.draft_slot + shape.draft_head)
-    if "optimizer" not in adapter or "outer" in adapter:
-        return weights, None
+    if "outer" not in adapter:
+        return weights, _inner_memory(shape, size, adapter)
+    inner, outer = _inner_memory(shape, size, adapter["inner"]), _outer_memory(shape, adapter)
+    return weights, None if inner is None or outer is None else inner + outer
+
+
+def _inner_memory(shape: Shape, size: int, adapter: dict[str, Any]) -> float | None:
+    if adapter.get("name") == "fixed":
+        return 0.0
+    if "optimizer" not in adapter:
+        return None
     window = 4 * adapter["window"] * (shape.hidden + shape.draft_vocab)
     if adapter["form"] == "lowrank":
-        return weights, window + size * adapter["max_rows"] * (shape.hidden + shape.draft_vocab)
+        return window + size * adapter["max_rows"] * (shape.hidden + shape.draft_vocab)
     moments = 3 if adapter["optimizer"] == "adam" else 0  # two, and the step
-    return weights, window + (4 * (1 + moments) + size) * shape.draft_head
+    return window + (4 * (1 + moments) + size) * shape.draft_head
+
+
+def _outer_memory(shape: Shape, adapter: dict[str, Any]) -> float | None:
+    """What learning between requests asks for before it starts, less the turns that it keeps."""
+    from omegaconf import OmegaConf
+
+    from tracedraft.config import build_spec
+
+    try:
+        copies = build_spec(OmegaConf.create(adapter), "adapter").outer.copies + 2
+    except UserError:  # recorded by another version
+        return None
+    return 4.0 * copies * (shape.draft_slot + shape.draft_head)
 
 
 def cost_table(data: Runs) -> Table:
@@ -158,8 +181,8 @@ def cost_table(data: Runs) -> Table:
         Column("weights", "bytes", "memory from shapes"), Column("learner", "bytes", "memory from shapes"),
     )  # fmt: skip
     notes = (
-        "From shapes: weights times what was counted, without attention over caches and padding; a learner's memory "
-        "is its copies of the draft's head and its window of positions.",
+        "From shapes: weights times what was counted, without attention over caches and padding. A learner's memory: "
+        "its copies of what it trains, and its window of positions; the turns that one between requests keeps not.",
     )
     title = "What learning costs"
     return Table("costs", title, ("pair", "T", "adapter"), columns, tuple(rows), data.runs, notes)
