@@ -63,6 +63,7 @@ def _wrapped(count: int, height: float = 2.4, width: float = 3.3, across: int = 
 
 
 def _nothing(axes: Axes, why: str) -> None:
+    axes.set_axis_off()
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4", fontsize="small")
 
 

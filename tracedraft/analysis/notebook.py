@@ -83,7 +83,18 @@ def _load(paths: tuple[str, ...], source: Any) -> Runs:
 failed: list[str] | None = None  # what went wrong with tables so far, while several notebooks run; else it is raised
 
 
-def table(made: Table) -> Table:
+@dataclass(frozen=True)
+class Shown:
+    """A table, as Jupyter shows it."""
+
+    table: Table
+    mark: str
+
+    def _repr_html_(self) -> str:
+        return rendering.as_html(self.table, self.mark)
+
+
+def table(made: Table) -> Shown:
     """Finish a table and write it, in all forms.
 
     Raises:
@@ -94,12 +105,12 @@ def table(made: Table) -> Table:
         done = finished(made, options.allow)
         problems = load().problems
         rendering.write(done, options.out / "tables", options.source, problems, options.mark, options.strict)
-        return done
+        return Shown(done, options.mark)
     except (Refused, Missing) as error:
         if failed is None:
             raise
         failed.append(str(error))
-        return made
+        return Shown(made, options.mark)
 
 
 def figure(made: Figure, name: str) -> Figure:
