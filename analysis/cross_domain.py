@@ -1,0 +1,20 @@
+# %% [markdown]
+# # Streams that change domain
+# What a learner keeps meets something else
+# (`experiment=cross_domain`, or the smaller `stream_inner` and `stream_outer`).
+
+# %%
+from tracedraft.analysis import figures, notebook, paper
+from tracedraft.analysis.panels import by_stream
+from tracedraft.analysis.pooling import chosen
+
+data = chosen(notebook.load(), "cross_domain", ("stream_inner", "stream_outer"))
+
+# %%
+table = notebook.table(paper.cross_domain(data))
+
+# %% [markdown]
+# ## Along each stream
+
+# %%
+notebook.figure(figures.over_stream(by_stream(data, paper.INNER)), "over_stream")

@@ -1,0 +1,70 @@
+"""Which pools go into which panel of a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from tracedraft.analysis.paper import ordered, pair_name, temperatures, with_adapters
+from tracedraft.analysis.pooling import Pools, setting_of, where
+from tracedraft.analysis.related import varied
+from tracedraft.analysis.schema import Runs
+
+MOST = 6  # panels, beyond which a figure can't be read
+
+PLACE = ("workload", "adapter", "temperature")
+
+Panel = dict[str, pd.DataFrame]  # pool by adapter
+
+
+def by_temperature(data: Runs, adapters: Sequence[str]) -> dict[str, Panel]:
+    """A panel a pair and temperature, all workloads together."""
+    pools, panels = Pools(data), {}
+    for pair in pools.pairs():
+        for temperature in temperatures(pools):
+            place = pair | {"temperature": temperature, "workload": pools.values("workload")}
+            of = {name: pools.of(**place, adapter=name) for name in adapters}
+            if of := {name: pool for name, pool in of.items() if len(pool)}:
+                panels[f"{pair_name(pair, pools)}, T = {temperature:g}"] = of
+    return panels
+
+
+def by_stream(data: Runs, adapters: Sequence[str]) -> dict[str, Panel]:
+    """A panel a stream whose domain changes, pair and temperature; the first ``MOST``."""
+    pools, panels = Pools(with_adapters(data, adapters)), {}
+    for pair in pools.pairs():
+        for stream in pools.values("workload"):
+            for temperature in temperatures(pools):
+                place = pair | {"workload": stream, "temperature": temperature}
+                of = {name: pools.of(**place, adapter=name) for name in ordered(pools.values("adapter", **place))}
+                if of and pd.concat(of.values())["domain"].nunique() > 1:
+                    panels[f"{stream}, {pair_name(pair, pools)}, T = {temperature:g}"] = of
+    return dict(list(panels.items())[:MOST])
+
+
+def by_step(data: Runs) -> dict[str, dict[str, dict[float, pd.DataFrame]]]:
+    """Pools by step size, by workload; a panel an experiment and adapter in which that alone varies."""
+    keys = ("adapter.lr", "adapter.outer.lr")
+    panels: dict[str, dict[str, dict[float, pd.DataFrame]]] = {}
+    runs, places = varied(data, keys)
+    pools = Pools(where(data, data.runs["run"].isin(runs["run"])))
+    for place, value in places:
+        title = f"{place['experiment']}: {place['adapter']}, T = {place['temperature']:g}"
+        for workload in pools.values("workload", **place):
+            matching = pools.runs_of(**place, workload=workload)
+            alike = {
+                r for r, c in zip(matching["run"], matching["config"], strict=True) if setting_of(c, keys) == value
+            }
+            pool = pools.rows[pools.rows["run"].isin(alike)]
+            panels.setdefault(title, {}).setdefault(workload, {})[float(value)] = pool
+    return dict(list(panels.items())[:MOST])
+
+
+def with_base_learners(data: Runs) -> Panel:
+    """The conversations of runs that had base learners, one of each workload, adapter and temperature."""
+    found: Panel = {}
+    for (workload, adapter, temperature, *_), pool in Pools(data).rows.groupby([*PLACE, "order", "seed", "run"]):
+        if any(isinstance(block, dict) and block.get("learners") for block in pool["outer"]):
+            found.setdefault(f"{workload}, {adapter}, T = {temperature:g}", pool)
+    return dict(list(found.items())[:MOST])
