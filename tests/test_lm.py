@@ -152,7 +152,12 @@ def test_a_draft_lm_that_samples_keeps_the_targets_law_while_it_learns():
 
 @pytest.mark.parametrize("changes", [{}, {"adapter.outer.tokens": "mixed"}])
 def test_a_run_is_lossless_while_both_loops_teach_it(tmp_path, changes):
-    often = {"adapter.inner.every": 2, "adapter.inner.min_positions": 1, "adapter.outer.update_interval": 1}
+    often = {
+        "adapter.inner.every": 2,
+        "adapter.inner.min_positions": 1,
+        "adapter.outer.update_interval": 1,
+        "adapter.outer.guard": "false",
+    }
     cfg = composed("draft=lm_tiny", "adapter=osd_persistent", *(f"{k}={v}" for k, v in (often | changes).items()))
     summary = measure(cfg, tmp_path / "run", None)
     assert summary["lossless"] is True
