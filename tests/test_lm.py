@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import CPU, chain, golden_folder, recompute, tiny
 from decode_cases import FIXED, PROMPT, adapter_spec, lm, respond_with
+from run_cases import composed, conversations
 from safetensors.torch import load_file, save_file
 from test_rejection import pvalue
 from test_verify import PROMPT as SHORT_PROMPT
@@ -17,6 +18,7 @@ from test_verify import VOCAB, conversation, law_of_three, small_target
 from tracedraft.decode import respond
 from tracedraft.drafts.lm import FirstLayersSpec, LmDraft, LmSpec
 from tracedraft.errors import UserError
+from tracedraft.measure import measure
 from tracedraft.meter import Meter
 from tracedraft.models.losses import forward_kl
 from tracedraft.types import Lesson, Predictions
@@ -146,6 +148,39 @@ def test_a_draft_lm_that_samples_keeps_the_targets_law_while_it_learns():
 
 
 # Learning between requests
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter.outer.tokens": "mixed"}])
+def test_a_run_is_lossless_while_both_loops_teach_it(tmp_path, changes):
+    often = {
+        "adapter.inner.every": 2,
+        "adapter.inner.min_positions": 1,
+        "adapter.outer.update_interval": 1,
+        "adapter.outer.guard": "false",
+    }
+    cfg = composed("draft=lm_tiny", "adapter=osd_persistent", *(f"{k}={v}" for k, v in (often | changes).items()))
+    summary = measure(cfg, tmp_path / "run", None)
+    assert summary["lossless"] is True
+    assert summary["outer"]["committed"] == 2
+    assert summary["updates"]["committed"] > 0
+    assert len({record["outer"]["weights_sha256"] for record in conversations(tmp_path / "run")}) == 2
+
+
+def test_the_loss_is_that_of_the_draft_as_it_serves():
+    """Prediction by prediction, at any step; the prefix of each is the text itself."""
+    target, tokens = tiny("float32").target, list(b"Why is the sky so blue?")
+    taps, hidden, logits = recompute(target, tokens[:-1])
+    slots, steps = torch.tensor([2, 2, 9, 12]), torch.tensor([0, 3, 1, 2])
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.125])
+    lesson = Lesson(torch.tensor(tokens), taps, hidden, 4, torch.stack((slots, steps), dim=1), "toy")
+    teacher = logits[slots + steps + 1].softmax(dim=1)
+    asked = Predictions(slots, steps, weights, teacher, torch.arange(4))
+    draft = lm(target, 4)
+    expected = 0.0
+    for i in range(4):
+        q = said(draft, tokens[: int(slots[i] + steps[i]) + 2])[-1].log_softmax(dim=0)
+        expected += float(weights[i] * (teacher[i] * (teacher[i].log() - q)).sum())
+    assert float(draft.student().loss(lesson, asked, forward_kl).detach()) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

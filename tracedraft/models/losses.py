@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracedraft.interfaces import Objective
 
-ROWS = 256  # of logits at a time: 256 x 8,192 in fp32 stay within a CPU's cache
+ROWS, CELLS = 256, 2**22  # of logits at a time: a few MB in fp32 stay within a CPU's cache
 TINY = 1e-30  # below any probability whose logarithm matters
 
 
@@ -73,8 +73,9 @@ class HeadLoss(torch.autograd.Function):
             x, weight = x.to(dtype), weight.to(dtype)
             gradient = x.new_empty(len(x), len(weight))
             losses, right = [], []
+            rows = max(1, min(ROWS, CELLS // len(weight)))
             for some, share, taught, into in zip(
-                x.split(ROWS), counts.split(ROWS), teacher.split(ROWS), gradient.split(ROWS), strict=True
+                *(each.split(rows) for each in (x, counts, teacher, gradient)), strict=True
             ):
                 logits, taught = (some @ weight.T).float(), taught.float()
                 right.append(logits.argmax(dim=1) == taught.argmax(dim=1))
