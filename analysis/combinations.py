@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Learning between requests, and inside them as well
-# OSD, optimistic and ensemble learners alone and with Reset or Persistent
-# (`experiment=combinations`, or the smaller `stream_outer`).
+# OSD, optimistic and ensemble learners alone and with Reset or Persistent. From sweeps whose names begin with
+# `combinations`; where there are none, from `stream_outer`.
 
 # %%
 from tracedraft.analysis import figures, notebook, paper

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Streams that change domain
-# What a learner keeps meets something else
-# (`experiment=cross_domain`, or the smaller `stream_inner` and `stream_outer`).
+# What a learner keeps meets something else. From sweeps whose names begin with `cross_domain`; where there are none,
+# from `stream_inner` and `stream_outer`.
 
 # %%
 from tracedraft.analysis import figures, notebook, paper

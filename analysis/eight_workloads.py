@@ -1,6 +1,6 @@
 # %% [markdown]
 # # What Reset and Persistent gain on eight workloads
-# Each run has a fixed draft and one that learns, side by side on the same prompts (`experiment=eight_workloads`).
+# Each run has a fixed draft and one that learns, side by side on the same prompts (sweeps named `eight_workloads…`).
 
 # %%
 from tracedraft.analysis import costs, figures, notebook, paper
