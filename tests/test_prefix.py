@@ -9,7 +9,7 @@ import torch
 from conftest import CPU, chain, tiny, tree
 from decode_cases import FIXED, adapter_spec, lens, lm
 from run_cases import CHAT, composed, conversations, prompts_file
-from test_decode import YAMLS
+from test_decode import INNER
 from torch import Tensor
 
 from tracedraft import measure as measuring
@@ -139,9 +139,9 @@ def speculating(draft, adapter):
     )
 
 
-@pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize(("shape", "dtype"), [(chain, "bfloat16"), (chain, "float32"), (tree, "bfloat16")])
-def test_answers_counts_and_updates_are_those_without_it(dtype, yaml, shape, monkeypatch):
+def test_answers_counts_and_updates_are_those_without_it(dtype, name, shape, monkeypatch):
     """With learners that draw on the prompt's positions too, whose evidence is kept with the caches."""
     target = tiny(dtype).target
     spec, counted = shape(temperature=0.7, top_p=0.95, cache_bucket=32, max_new_tokens=24), fed(target, monkeypatch)
@@ -149,11 +149,11 @@ def test_answers_counts_and_updates_are_those_without_it(dtype, yaml, shape, mon
     for shared in (Prefix(), None):
         draft = lens(target, 200)
         made.append(
-            turns(target, speculating(draft, adapter_spec(yaml.stem).build(draft.head, 0)), spec, [shared] * 3)
+            turns(target, speculating(draft, adapter_spec(name).build(draft.head, 0)), spec, [shared] * 3)
         )
     assert made[0] == made[1]
     assert sum(counted[1:3]) < sum(counted[4:])
-    assert yaml.stem in ("fixed", "control_frozen") or any(u.committed for answer in made[0] for u in answer.updates)
+    assert name in ("fixed", "control_frozen") or any(u.committed for answer in made[0] for u in answer.updates)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

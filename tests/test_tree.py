@@ -10,7 +10,7 @@ import torch
 from conftest import CPU, GOLDEN, chain, chi_square, golden_json, recompute, tiny, tree
 from decode_cases import FIXED, PROMPT, adapter_spec, lens, respond_with
 from safetensors.torch import load_file
-from test_decode import YAMLS, plain
+from test_decode import INNER, plain
 from test_decode_learning import evidence_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -322,16 +322,16 @@ def test_every_limit_and_end_token_ends_exactly(golden_target, golden_draft, lim
         check_counts(made, proposed, full, 5)
 
 
-@pytest.mark.parametrize("yaml", YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_tree_of_one_beam_is_the_chain(golden_target, golden_draft, yaml, temperature):
+def test_a_tree_of_one_beam_is_the_chain(golden_target, golden_draft, name, temperature):
     """Count by count, and what learners are shown row by row: what they learn is the same, too."""
     made, shown = [], []
     for shape in (chain(chain_length=5), tree(tree_nodes=6, tree_depth=5, tree_top_k=1)):
         spec = dataclasses.replace(shape, temperature=temperature, max_new_tokens=50)
         draft = golden_draft("eagle3_e2e")
-        learner = {} if yaml.stem in ("fixed", "control_frozen") else {"inputs": "both"}
-        adapter = adapter_spec(yaml.stem, **learner).build(draft.head, 0)
+        learner = {} if name in ("fixed", "control_frozen") else {"inputs": "both"}
+        adapter = adapter_spec(name, **learner).build(draft.head, 0)
         shown.append(evidence_of(adapter))
         adapter.begin_conversation()
         made.append(respond(golden_target, draft, adapter, PROMPT, spec, 3, Meter(CPU)))
