@@ -10,7 +10,7 @@ import torch
 from conftest import adapters
 from run_cases import SAMPLED, composed, conversations, untimed
 
-from tracedraft import arms, measure, records
+from tracedraft import arms, measure, mirror, records
 from tracedraft.adapters.background import BackgroundLearner
 from tracedraft.errors import UserError
 
@@ -143,3 +143,12 @@ def test_what_ran_in_the_background_is_repeated_by_its_schedule(tmp_path, monkey
         for way in ("timed", "again")
     )
     assert first == again
+
+
+def test_the_mirror_shows_what_was_learnt(tmp_path):
+    run(tmp_path / "run", "ensemble")
+    shown = [mirror.row(record) for record in conversations(tmp_path / "run")]
+    assert "outer.loss" not in shown[0]
+    assert shown[1]["outer.block"] == 1
+    assert sum(shown[1][f"outer.p.{i}"] for i in (1, 2, 3)) == pytest.approx(1)
+    assert shown[1]["outer.loss_after"] < shown[1]["outer.loss"]

@@ -148,9 +148,7 @@ def test_answers_counts_and_updates_are_those_without_it(dtype, name, shape, mon
     made = []
     for shared in (Prefix(), None):
         draft = lens(target, 200)
-        made.append(
-            turns(target, speculating(draft, adapter_spec(name).build(draft.head, 0)), spec, [shared] * 3)
-        )
+        made.append(turns(target, speculating(draft, adapter_spec(name).build(draft.head, 0)), spec, [shared] * 3))
     assert made[0] == made[1]
     assert sum(counted[1:3]) < sum(counted[4:])
     assert name in ("fixed", "control_frozen") or any(u.committed for answer in made[0] for u in answer.updates)

@@ -15,6 +15,7 @@ UPDATE_COLUMNS = (
     "conversation", "id", "turn", "round", "committed", "reason", "positions", "loss", "grad_norm", "vocab_mass",
     "held_out_kl_before", "held_out_kl_after", "drift",
 )  # fmt: skip
+OUTER = ("block", "loss", "loss_after", "drift", "seconds", "committed")
 
 
 def row(record: dict[str, Any]) -> dict[str, Any]:
@@ -29,8 +30,20 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
         shown[f"updates.{name}"] = fmean(values) if values else None
     shown |= {f"drift.{name}": value for name, value in record["drift"].items()}
     shown |= {name: summary[name] for name in ("speedup", "mismatches", "near_ties", "repeated_8gram_share")}
+    shown |= _outer(record["outer"]) if record.get("outer") else {}
     shown[COUNTS] = json.dumps(counts.conversation(record), separators=(",", ":"))
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def _outer(outer: dict[str, Any]) -> dict[str, Any]:
+    """What was learnt after the conversation."""
+    learners = outer.get("learners") or {"p": [], "losses": []}
+    shown = {
+        f"outer.{name}": outer.get(name) for name in ("block", "loss", "loss_after", "drift", "seconds", "committed")
+    }
+    for name in ("p", "losses"):
+        shown |= {f"outer.{name}.{i}": value for i, value in enumerate(learners[name], 1)}
+    return shown
 
 
 def update_table(records: Iterable[dict[str, Any]]) -> list[list[Any]]:
