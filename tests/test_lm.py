@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import CPU, chain, golden_folder, recompute, tiny
+from conftest import CPU, chain, golden_folder, option, recompute, tiny
 from decode_cases import FIXED, PROMPT, adapter_spec, lm, respond_with
 from run_cases import composed, conversations
 from safetensors.torch import load_file, save_file
@@ -15,11 +15,14 @@ from test_rejection import pvalue
 from test_verify import PROMPT as SHORT_PROMPT
 from test_verify import VOCAB, conversation, law_of_three, small_target
 
+from tracedraft.config import ASSETS
 from tracedraft.decode import respond
 from tracedraft.drafts.lm import FirstLayersSpec, LmDraft, LmSpec
 from tracedraft.errors import UserError
 from tracedraft.measure import measure
 from tracedraft.meter import Meter
+from tracedraft.models import weights
+from tracedraft.models.architectures import read_decoder_config
 from tracedraft.models.losses import forward_kl
 from tracedraft.types import Lesson, Predictions
 from tracedraft.verify import noise_key
@@ -126,6 +129,16 @@ def test_another_vocabulary_is_refused(golden_target, tmp_path):
         spec.check(dataclasses.replace(golden_target.shape, vocab_size=129))
     with pytest.raises(UserError, match=r"draft\.layers=9: expected 1 to 8"):
         FirstLayersSpec("lm_tiny", 9).check(golden_target.shape)
+
+
+def test_the_one_that_ships_is_small_and_of_the_targets_vocabulary(tmp_path):
+    path = option("target", "smollm2-135m").drafts.lm
+    spec = LmSpec("lm", path, None, str(tmp_path), None)
+    spec.check(dataclasses.replace(tiny("float32").target.shape, vocab_size=49_152))
+    folder = ASSETS / path
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 15 * 2**20
+    assert read_decoder_config(folder).tied
+    weights.load_decoder(folder, read_decoder_config(folder), torch.bfloat16, "cpu")
 
 
 def test_a_draft_lm_that_samples_keeps_the_targets_law_while_it_learns():

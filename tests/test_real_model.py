@@ -23,6 +23,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.config import ASSETS, build_spec, shipped_dir
 from tracedraft.decode import audit, respond
 from tracedraft.drafts.eagle3 import Eagle3Spec
+from tracedraft.drafts.lm import LmSpec
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.models import architectures
@@ -31,7 +32,7 @@ from tracedraft.target import LlamaTarget, LlamaTargetSpec, Served
 from tracedraft.types import OutputHead, Proposal
 
 CACHE = Path(os.environ.get("TRACEDRAFT_CACHE") or Path.home() / ".cache" / "tracedraft")
-SHIPPED = "eagle3-smollm2-135m"
+SHIPPED, SHIPPED_LM = "eagle3-smollm2-135m", "lm-smollm2-135m"
 
 
 def installed() -> bool:
@@ -207,10 +208,12 @@ def test_bf16_row_is_the_same_wherever_it_stands(served_bf16):
             assert all(torch.equal(a, b) for a, b in zip(row, expected[at + i - start], strict=True))
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
+def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature, kind):
     target, prompt = served_bf16.target, prompts(served_bf16, 2)[1]
-    draft, _ = Eagle3Spec("eagle3", SHIPPED, None, str(CACHE)).build(target)
+    lm = LmSpec("lm", SHIPPED_LM, None, str(CACHE), None)
+    draft, _ = (Eagle3Spec("eagle3", SHIPPED, None, str(CACHE)) if kind == "eagle3" else lm).build(target)
     node = OmegaConf.load(shipped_dir("conf") / "adapter" / "persistent.yaml")
     adapter = build_spec(OmegaConf.merge(node, {"every": 4, "replay_mib": 1}), "adapter").build(draft.head, 0)
     adapter.begin_conversation()
@@ -220,8 +223,8 @@ def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature):
     made = respond(target, draft, adapter, prompt, spec, 11, Meter(CPU))
     assert audit(target, prompt, made.tokens, spec, 11) == []
     assert any(update.committed for update in made.updates)
-    # the shipped draft accepts about half a token a round
-    assert made.accepted > made.rounds / 4
+    # the shipped drafts accept about half a token a round, and a third of one
+    assert made.accepted > made.rounds / (4 if kind == "eagle3" else 10)
     assert len(made.tokens) == 40 or made.ended == "eos"
     planted = [*made.tokens[:9], made.tokens[9] + 1, *made.tokens[10:]]
     assert audit(target, prompt, planted, spec, 11)[0].index == 9
