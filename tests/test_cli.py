@@ -126,7 +126,7 @@ def test_help_lists_the_options_of_each_group(tell):
     code, out, err = tell(cli.run, "--help")
     assert (code or 0, err) == (0, "")
     for line in (
-        "adapter: control_frozen, control_shuffled_teacher, control_wrong_shift, fixed, persistent, reset, ",
+        "adapter: control_frozen, control_shuffled_teacher, control_wrong_shift, ensemble, ensemble_persistent, ",
         "target: llama, llama2-7b-chat, llama3.1-8b, qwen3-8b, ",
     ):
         assert line in out

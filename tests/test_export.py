@@ -10,6 +10,7 @@ import torch
 from conftest import GOLDEN, golden_json
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from run_cases import interrupted
 from safetensors.torch import load_file, save_file
 from test_checkpoints import changed, published, slots
 from test_run import composed as run_config
@@ -280,10 +281,8 @@ def test_an_exported_learner_drafts_as_the_run_did(draft, served, tmp_path):
 
 
 def test_a_stopped_run_gives_what_it_knew(draft, tmp_path, monkeypatch):
-    from test_resume import _interrupt
-
     run = tmp_path / "run"
-    _interrupt(run_config(*LEARNING, *OFTEN, *draft), run, 1)
+    interrupted(run_config(*LEARNING, *OFTEN, *draft), run, 1)
     state = torch.load(run / "learner-00001.pt", weights_only=True)
     export("target=tiny", *draft[1:], f"run={run}", f"out={tmp_path / 'out'}")
     kept = load_file(tmp_path / "out" / "model.safetensors")

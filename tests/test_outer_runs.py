@@ -8,7 +8,8 @@ import pytest
 import run_cases
 import torch
 from conftest import adapters
-from run_cases import SAMPLED, composed, conversations, untimed
+from omegaconf import DictConfig
+from run_cases import SAMPLED, composed, conversations, interrupted, untimed
 
 from tracedraft import arms, measure, mirror, records
 from tracedraft.adapters.background import BackgroundLearner
@@ -17,10 +18,13 @@ from tracedraft.errors import UserError
 OUTER = ("workload=sample_math", "workload.limit=6", "adapter.outer.update_interval=2", "decode.max_new_tokens=40")
 
 
-def run(folder: Path, adapter: str, *overrides: str) -> dict:
+def configured(adapter: str, *overrides: str) -> DictConfig:
     often = ("adapter.inner.every=2", "adapter.inner.min_positions=1") if "_" in adapter else ()
-    cfg = composed(f"adapter={adapter}", *OUTER, *often, *overrides)
-    return measure.measure(cfg, folder, None)
+    return composed(f"adapter={adapter}", *OUTER, *often, *overrides)
+
+
+def run(folder: Path, adapter: str, *overrides: str) -> dict:
+    return measure.measure(configured(adapter, *overrides), folder, None)
 
 
 def learnt(folder: Path) -> list[str]:
@@ -73,21 +77,11 @@ def test_an_inner_learner_starts_anew_on_each_new_draft(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["osd", "optimistic_reset", "ensemble_persistent"])
 @pytest.mark.parametrize("after", [3, 4])
-def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, name, after):
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, name, after):
     """In the middle of a block, and right after one: counts, losses and drafts are the uninterrupted run's."""
     run(tmp_path / "whole", name)
 
-    append = records.RunDir.append
-
-    def some(self, record):
-        append(self, record)
-        if record["index"] + 1 == after:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(records.RunDir, "append", some)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "cut", name)
+    interrupted(configured(name), tmp_path / "cut", after)
     assert len(conversations(tmp_path / "cut")) == after
     run(tmp_path / "cut", name)
     one, other = untimed(tmp_path / "whole"), untimed(tmp_path / "cut")

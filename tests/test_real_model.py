@@ -136,7 +136,7 @@ class Oracle(Draft):
     def __init__(self, prompt: list[int], text: list[int]):
         self.prompt, self.text = prompt, text
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, first: int) -> None:
         self.at = 1 - len(self.prompt)
 
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:

@@ -423,7 +423,7 @@ def test_a_draft_without_trees_says_so():
         head = None
         row_bytes = 0
 
-        def begin(self, capacity: int) -> None: ...
+        def begin(self, capacity: int, first: int) -> None: ...
 
         def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
             return taps
