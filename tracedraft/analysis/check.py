@@ -139,9 +139,15 @@ def _development(rows: list[Row], answered: dict[str, set[str]]) -> Iterator[Fin
         yield Finding("split", text, tuple(name for name, count in tuned.items() if count))
 
 
+def _without_seed(workload: dict[str, Any]) -> dict[str, Any]:
+    """A workload's config, and those of a stream's sources, which take its seed for theirs."""
+    inner = {key: _without_seed(value) for key, value in workload.items() if isinstance(value, dict)}
+    return {key: value for key, value in (workload | inner).items() if key != "seed"}
+
+
 def _settings(config: dict[str, Any]) -> str:
     """What all runs behind one number share: everything but their seeds."""
-    workload = {key: value for key, value in config["workload"].items() if key != "seed"}
+    workload = _without_seed(config["workload"])
     return json.dumps(config | {"workload": workload, "seed": None}, sort_keys=True)
 
 
