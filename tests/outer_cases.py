@@ -15,11 +15,11 @@ from tracedraft.adapters.lessons import Classroom, Fault, Loss, Taught, Teaching
 from tracedraft.config import build_spec
 from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import Eagle3Draft
-from tracedraft.interfaces import Student
+from tracedraft.interfaces import OuterAdapter, Student
 from tracedraft.meter import Meter
 from tracedraft.target import LlamaTarget
 from tracedraft.transcript import Transcript
-from tracedraft.types import Lesson, Response
+from tracedraft.types import Conversation, Lesson, Response
 
 # One whose next token can be learnt from the last, and that never ends by itself.
 TARGET = LlamaTarget(served().target.model, served().target.taps, frozenset(), served().target.context)
@@ -64,3 +64,23 @@ def weights_of(student: Student) -> dict[str, torch.Tensor]:
 
 def faulty(fault: Fault, teaching: Teaching = REJECTED) -> Teaching:
     return dataclasses.replace(teaching, fault=fault)
+
+
+WORDS = {"a": "apples and pears", "b": "boats at sea"}
+
+
+def blocks(learner: OuterAdapter, count: int = 3, domains: str = "a") -> list[dict]:
+    """So many blocks of one conversation each, of the domains in turn."""
+    found = []
+    for n in range(count):
+        domain = domains[n % len(domains)]
+        learner.begin_conversation(Conversation(f"toy/{n}", (f"all about {WORDS[domain]}",), domain))
+        learner.observe(lessons()[n % 3])
+        found.append(learner.end_conversation(1.0))
+    return found
+
+
+def built(name: str, **changes):
+    draft = new_draft()
+    spec = outer(name, update_interval=1, guard=False, clip=None, unroll=ALL.unroll, **changes)
+    return spec.build(draft, TARGET, 0), draft
