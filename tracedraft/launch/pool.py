@@ -113,6 +113,8 @@ class Pool:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # By default 15, so that timed runs would give way to whatever else runs.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         _hush()
         if not ray.is_initialized():
             (machine,) = self.machines
