@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from itertools import pairwise
 
@@ -56,7 +55,7 @@ def test_a_broken_block_leaves_the_last_good_draft(name, changes, reason):
     before, model, rule = weights_of(learner.student), draft.model, learner.rule.state()
     seen = blocks(learner, 1)[0]
     assert (seen["committed"], seen["served"], seen["weights_sha256"]) == (False, False, None)
-    assert seen["reason"] == reason or not math.isfinite(seen["loss_after"] or math.nan)
+    assert seen["reason"] == reason
     assert draft.model is model
     assert all(torch.equal(weight.detach(), before[n]) for n, weight in learner.student.weights.items())
     assert str(learner.rule.state()) == str(rule)
