@@ -39,33 +39,39 @@ def test_batches_hold_the_teacher_of_their_own_position(corpus):
     assert 0.1 < seen / (16 * 128) < 0.9
 
 
-def train(files: list[Path], folder: Path, **changes) -> tuple[list[float], float]:
-    """Losses, and held-out tau after the last step."""
+def train(files: list[Path], folder: Path, **changes) -> tuple[list[float], Trainer]:
+    """Losses of all steps, and what came of them."""
     done = []
     trainer = Trainer(served().target, files, dataclasses.replace(SPEC, **changes))
     trainer.run(folder, done.append)
     assert [p.step for p in done] == list(range(1, trainer.steps + 1))
     assert done[-1].checked
-    return [p.loss for p in done], trainer.curve[-1]["tau"]
+    return [p.loss for p in done], trainer
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": "lk"}], ids=["ce", "lk"])
 def test_training_lowers_the_loss_and_raises_held_out_tau(corpus, tmp_path, changes):
     trainer = Trainer(served().target, corpus, SPEC)
     before = trainer.evaluate().tau
-    losses, after = train(corpus, tmp_path, **changes)
+    losses, trained = train(corpus, tmp_path, **changes)
     first, last = sum(losses[:8]) / 8, sum(losses[-8:]) / 8
     assert last < 0.8 * first
-    assert after > before + 0.025  # 3 standard errors: 0.06 accepted a round, over 800 rounds
+    assert trained.curve[-1]["tau"] > before + 0.025  # 3 standard errors: 0.06 accepted a round, over 800 rounds
 
 
 def test_teachers_shifted_by_one_teach_less(corpus, tmp_path):
     """The control of alignment: same text, same features, but each teacher is its neighbour's.
 
-    What counts is tau's part beyond the token that the target gives in any case. Measured: 0.056 aligned,
-    0.018 and 0.016 shifted, each within 0.008 (standard error over 800 rounds).
+    All are judged by held-out text with its own teachers. Over three corpora the loss was 7.6 to 8.1 aligned, 13.0 to
+    13.4 and 8.6 to 8.9 shifted, and on no corpus less than 0.6 apart. Tau, of 40 accepted tokens, would not tell.
     """
-    _, aligned = train(corpus, tmp_path / "aligned")
+    held_out = corpora.read_shard(corpus[0])
+    del held_out["greedy"]
+
+    def judged(files: list[Path], folder: Path) -> float:
+        return float(train(files, folder)[1].pupil.loss(held_out).detach())
+
+    aligned = judged(corpus, tmp_path / "aligned")
     for shift in (1, -1):
         folder = tmp_path / f"shift{shift}"
         folder.mkdir()
@@ -75,8 +81,7 @@ def test_teachers_shifted_by_one_teach_less(corpus, tmp_path):
             moved = {name: shard[name].roll(shift, dims=1).contiguous() for name in ("hidden", "argmax")}
             files.append(folder / file.name)
             save_file(shard | moved, files[-1])
-        _, shifted = train([corpus[0], *files], folder)
-        assert shifted - 1 < (aligned - 1) / 2
+        assert aligned < judged([corpus[0], *files], folder) - 0.3
 
 
 def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):

@@ -14,7 +14,6 @@ from tracedraft.training.objective import (
     Batch,
     teacher_of_hidden,
     training_time_test,
-    weighted,
 )
 
 
@@ -42,9 +41,9 @@ def golden_batch(model: eagle3.Eagle3) -> Batch:
 def test_golden_losses_and_gradients(golden_model, golden_decoder):
     """Tolerances of the reference: loss 1e-5, gradients 1e-3, relative. Fused rows are split again."""
     model, expected = golden_model("eagle3_tiny"), golden_json("eagle3_tiny")["training"]
-    losses = training_time_test(model, golden_decoder.embed_tokens.weight, golden_batch(model), expected["steps"])
+    embedding, batch = golden_decoder.embed_tokens.weight, golden_batch(model)
+    total, losses = training_time_test(model, embedding, batch, expected["steps"], 0.8)
     assert [loss.loss.item() for loss in losses] == pytest.approx(expected["ploss"], rel=1e-5)
-    total = weighted(losses, 0.8)
     assert total.item() == pytest.approx(expected["total"], rel=1e-5)
     total.backward()
     got = {}
@@ -84,9 +83,9 @@ def test_golden_losses_with_every_position_counted(golden_model, golden_decoder)
     assert not expected["token0_in_draft_vocab"]
     batch = golden_batch(model)
     batch = dataclasses.replace(batch, counts=torch.ones_like(batch.counts))
-    losses = training_time_test(model, golden_decoder.embed_tokens.weight, batch, 3)
+    total, losses = training_time_test(model, golden_decoder.embed_tokens.weight, batch, 3, 0.8)
     assert [loss.loss.item() for loss in losses] == pytest.approx(expected["ploss"], rel=1e-5)
-    assert weighted(losses, 0.8).item() == pytest.approx(expected["total"], rel=1e-5)
+    assert total.item() == pytest.approx(expected["total"], rel=1e-5)
 
 
 def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
@@ -97,9 +96,10 @@ def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
     mask = torch.tensor(golden["loss_mask"], dtype=torch.float32)
     tokens, everywhere = torch.tensor(golden["input_ids"])[None], torch.ones(1, len(mask), dtype=torch.bool)
     batch = Batch(tokens, taps[None], teacher[None], in_vocab[None], mask[None], everywhere)
-    losses = training_time_test(model, golden_target.model.embed_tokens.weight, batch, golden["steps"])
+    embedding = golden_target.model.embed_tokens.weight
+    total, losses = training_time_test(model, embedding, batch, golden["steps"], 0.8)
     assert [loss.loss.item() for loss in losses] == pytest.approx(golden["ploss"], rel=1e-4)
-    assert weighted(losses, 0.8).item() == pytest.approx(golden["total"], rel=1e-4)
+    assert total.item() == pytest.approx(golden["total"], rel=1e-4)
     accuracy = [float(loss.correct / mask[k:].sum()) for k, loss in enumerate(losses)]
     assert accuracy == pytest.approx(golden["accuracy"], abs=1e-6)
     assert min(accuracy) > 0.5

@@ -45,7 +45,7 @@ class Eagle3Student(Student):
                 features = outputs[0, torch.searchsorted(slots[k], asked.slots[mine])]
                 teacher = asked.teacher[asked.rows[mine]]
                 head = self.model.lm_head.weight
-                part, _ = HeadLoss.apply(self.model.norm(features), head, teacher, asked.weights[mine], objective)
+                part = HeadLoss.apply(self.model.norm(features), head, teacher, asked.weights[mine], objective)[0]
                 total = total + part
         return total
 

@@ -14,7 +14,7 @@ from tracedraft.models import eagle3
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_shard
 from tracedraft.training.loop import Pupil, TrainingSpec
-from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test, weighted
+from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test
 from tracedraft.training.replay import hits
 
 
@@ -75,8 +75,8 @@ class Eagle3Pupil(Pupil[eagle3.Eagle3]):
         )
 
     def loss(self, raw: dict[str, Tensor]) -> Tensor:
-        steps = training_time_test(self.model, self.embedding, self.batch(raw), self.spec.unroll, self.spec.loss)
-        return weighted(steps, self.spec.decay)
+        spec, batch = self.spec, self.batch(raw)
+        return training_time_test(self.model, self.embedding, batch, spec.unroll, spec.decay, spec.loss)[0]
 
     def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
         return hits(self.model, self.embedding, raw["tokens"].long(), raw["taps"].float(), depths)

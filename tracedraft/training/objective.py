@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """One chain step: ``loss`` averaged over all B*T positions, and how many counted ones are right."""
+    """One chain step: ``loss`` averaged over all B*T positions, and how many counted ones are right. No gradient."""
 
     loss: Tensor
     correct: Tensor
@@ -47,29 +47,29 @@ def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def training_time_test(
-    model: Eagle3, embedding: Tensor, batch: Batch, steps: int, objective: str = "ce"
-) -> list[StepLoss]:
-    """Loss of each chain step, over the positions that count and whose target choice the draft can say."""
-    losses = []
+    model: Eagle3, embedding: Tensor, batch: Batch, steps: int, decay: float, objective: str = "ce"
+) -> tuple[Tensor, list[StepLoss]]:
+    """Σ_k decay^k · loss_k, and each step's own, over the positions that count and whose target choice the draft can
+    say.
+
+    The head takes all steps at once: of its gradient, as large as the vocabulary, one is made and not one a step.
+    """
+    outputs, teachers, counts = [], [], []
     slots = every_slot(batch.tokens, steps)
     for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, slots)):
         n = features.shape[1]
+        outputs.append(model.norm(features).flatten(0, 1))
+        teachers.append(batch.teacher[:, 1 + k :].flatten(0, 1))
         # of both: the position whose prediction counts, and the one that the teacher was taken at
-        counts = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
-        loss, right = HeadLoss.apply(
-            model.norm(features).flatten(0, 1),
-            model.lm_head.weight,
-            batch.teacher[:, 1 + k :].flatten(0, 1),
-            counts.flatten() / batch.tokens.numel(),
-            OBJECTIVES[objective],
-        )
-        losses.append(StepLoss(loss, (counts.flatten() * right).sum()))
-    return losses
+        both = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
+        counts.append(both.flatten())
+    weights = [decay**k * mask / batch.tokens.numel() for k, mask in enumerate(counts)]
+    total, shares, right = HeadLoss.apply(
+        torch.cat(outputs), model.lm_head.weight, torch.cat(teachers), torch.cat(weights), OBJECTIVES[objective]
+    )
+    sizes = [len(mask) for mask in counts]
+    each = zip(counts, shares.split(sizes), right.split(sizes), strict=True)
+    return total, [StepLoss(share.sum() / decay**k, (mask * hit).sum()) for k, (mask, share, hit) in enumerate(each)]
 
 
 OBJECTIVES: dict[str, Objective] = {"ce": cross_entropy, "lk": acceptance}
-
-
-def weighted(losses: list[StepLoss], decay: float) -> Tensor:
-    """Σ_k decay^k · loss_k."""
-    return torch.stack([decay**k * step.loss for k, step in enumerate(losses)]).sum()
