@@ -82,5 +82,5 @@ def blocks(learner: OuterAdapter, count: int = 3, domains: str = "a") -> list[di
 
 def built(name: str, **changes):
     draft = new_draft()
-    spec = outer(name, update_interval=1, guard=False, clip=None, unroll=ALL.unroll, **changes)
+    spec = outer(name, update_interval=1, guard="none", clip=None, unroll=ALL.unroll, **changes)
     return spec.build(draft, TARGET, 0), draft

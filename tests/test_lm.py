@@ -169,7 +169,7 @@ def test_a_run_is_lossless_while_both_loops_teach_it(tmp_path, changes):
         "adapter.inner.every": 2,
         "adapter.inner.min_positions": 1,
         "adapter.outer.update_interval": 1,
-        "adapter.outer.guard": "false",
+        "adapter.outer.guard": "none",
     }
     cfg = composed("draft=lm_tiny", "adapter=osd_persistent", *(f"{k}={v}" for k, v in (often | changes).items()))
     summary = measure(cfg, tmp_path / "run", None)

@@ -51,7 +51,7 @@ def test_the_served_draft_changes_with_each_block_and_the_masters_hold_it(name):
 )
 def test_a_broken_block_leaves_the_last_good_draft(name, changes, reason):
     draft = new_draft()
-    learner = outer(name, update_interval=1, clip=None, guard=True, **changes).build(draft, TARGET, 0)
+    learner = outer(name, update_interval=1, clip=None, guard="block", **changes).build(draft, TARGET, 0)
     before, model, rule = weights_of(learner.student), draft.model, learner.rule.state()
     seen = blocks(learner, 1)[0]
     assert (seen["committed"], seen["served"], seen["weights_sha256"]) == (False, False, None)
@@ -59,6 +59,43 @@ def test_a_broken_block_leaves_the_last_good_draft(name, changes, reason):
     assert draft.model is model
     assert all(torch.equal(weight.detach(), before[n]) for n, weight in learner.student.weights.items())
     assert str(learner.rule.state()) == str(rule)
+
+
+@pytest.mark.parametrize("name", ["osd", "optimistic", "ensemble"])
+def test_the_held_out_guard_sees_what_the_block_itself_hides(name):
+    """A draft that knows a turn is taught its opposite, and its loss over that falls. The turn itself, held out,
+    speaks against it; another one of the opposite speaks for it."""
+    draft, known = new_draft(), lessons()[0]
+    opposite = dataclasses.replace(known, hidden=-known.hidden)
+    teacher = outer("osd", update_interval=1, guard="none", objective="all", lr=1e-2).build(draft, TARGET, 0)
+    for _ in range(30):
+        teacher.observe(known)
+        assert teacher.end_conversation(1.0)["served"]
+    for guard, last, reason in (
+        ("held_out", opposite, ""),
+        ("held_out", known, "the loss over held-out turns rose"),
+        ("block", known, ""),
+    ):
+        learner = outer(name, update_interval=2, guard=guard, objective="all").build(draft, TARGET, 0)
+        before = weights_of(learner.student)
+        for lesson in (opposite, opposite, last):
+            learner.observe(lesson)
+        learner.end_conversation(1.0)
+        seen = learner.end_conversation(1.0)
+        assert (seen["reason"], seen["committed"]) == (reason, not reason)
+        same = all(torch.equal(weight.detach(), before[n]) for n, weight in learner.student.weights.items())
+        assert same == bool(reason)
+        if guard == "held_out":
+            assert (seen["lessons"], seen["held_out"]["lessons"]) == (2, 1)
+            assert (seen["held_out"]["loss_after"] > seen["held_out"]["loss"]) == bool(reason)
+
+
+def test_without_a_turn_to_hold_out_nothing_is_served():
+    learner = outer("osd", update_interval=2, guard="held_out").build(new_draft(), TARGET, 0)
+    learner.observe(lessons()[0])
+    learner.end_conversation(1.0)
+    seen = learner.end_conversation(1.0)
+    assert (seen["committed"], seen["reason"]) == (False, "no held-out turn to judge by")
 
 
 def test_blocks_come_when_they_are_due():
@@ -92,6 +129,7 @@ def test_a_small_buffer_drops_the_oldest_turns_and_says_so():
     ("name", "changes", "says"),
     [
         ("osd", {"update_interval": 0}, "adapter.outer.update_interval=0"),
+        ("osd", {"update_interval": 1, "guard": "held_out"}, "update_interval=1: expected at least 2"),
         ("osd", {"lr": -1.0}, "adapter.outer.lr=-1.0"),
         ("osd", {"tokens": "student", "objective": "all"}, "adapter.outer.objective=.*rejected; see tokens"),
         ("osd", {"budget": 2.0}, "adapter.outer.budget=2.0"),

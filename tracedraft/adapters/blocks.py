@@ -13,7 +13,7 @@ import torch
 
 from tracedraft.adapters.lessons import Classroom, Fault, Loss, Taught, Teaching
 from tracedraft.adapters.own_tokens import OwnTokens, Tokens
-from tracedraft.adapters.transaction import Rule, copied, learn, not_learnt, put
+from tracedraft.adapters.transaction import Guard, Rule, copied, learn, not_learnt, put
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, OuterAdapter, OuterAdapterSpec, Student, Target
 from tracedraft.types import Conversation, Lesson
@@ -36,7 +36,8 @@ class BlockSpec(OuterAdapterSpec):
         fault: of a negative control: wrong_shift, each prediction is taught what follows the next one;
             shuffled_teacher, what follows a random one of the turn.
         clip: bound on the norm of a gradient; None: off.
-        guard: roll back a block after which the loss over it is higher than before.
+        guard: roll back a block after which a loss is higher than before: block, that over it; held_out, that over
+            the fourth part of its turns, which are not learnt; none, never.
         buffer_mib: bound on the memory of a block's turns, beyond which the oldest are dropped.
         budget: most of the wall time that learning may take, beyond which a block waits; None: no bound.
         background: learn in a process of its own while requests are served, and swap weights between two of them.
@@ -57,7 +58,7 @@ class BlockSpec(OuterAdapterSpec):
     student_tokens: int
     fault: Fault
     clip: float | None
-    guard: bool
+    guard: Guard
     buffer_mib: float
     budget: float | None
     background: bool
@@ -72,6 +73,11 @@ class BlockSpec(OuterAdapterSpec):
             ("decay", 0 < self.decay <= 1, "above 0, at most 1"),
             ("student_tokens", self.student_tokens >= 1, "at least 1"),
             ("objective", self.tokens is Tokens.teacher or self.objective is Taught.rejected, "rejected; see tokens"),
+            (
+                "update_interval",
+                self.guard is not Guard.held_out or self.update_interval > 1,
+                "at least 2 with guard=held_out, which keeps a turn from learning",
+            ),
             ("temperature", 0 < self.temperature < math.inf, "above 0"),
             ("clip", self.clip is None or self.clip > 0, "above 0, or null"),
             ("buffer_mib", self.buffer_mib > 0, "above 0"),

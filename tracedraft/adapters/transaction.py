@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from tracedraft.adapters.lessons import Classroom
 from tracedraft.types import Lesson
 
 Weights = dict[str, Tensor]
+HELD_OUT = 4  # the guard holds out one turn in this many, and at least one
+
+
+class Guard(Enum):
+    """Whose loss must not rise: no one's, that of the block which was learnt, that of turns held out from it."""
+
+    none = "none"
+    block = "block"
+    held_out = "held_out"
 
 
 @dataclass
@@ -47,25 +57,35 @@ class Rule(ABC):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def learn(rule: Rule, room: Classroom, lessons: Sequence[Lesson], guard: bool, initial: Weights) -> dict[str, Any]:
+def learn(rule: Rule, room: Classroom, lessons: Sequence[Lesson], guard: Guard, initial: Weights) -> dict[str, Any]:
     """Learn from a block. The student's weights and the rule are as before unless ``committed``.
 
     Args:
-        guard: weights that raise the loss over the block must not be served.
+        guard: what keeps weights from being served.
         initial: the weights of the start, from which ``drift`` is counted.
     """
     weights, kept = copied(room.student.weights), rule.state()
-    learnt = rule.learn(room, lessons)
-    reason, after = _judge(learnt, room, lessons, guard)
+    held = max(1, len(lessons) // HELD_OUT) if guard is Guard.held_out and len(lessons) > 1 else 0
+    taught, held_out = lessons[: len(lessons) - held], lessons[len(lessons) - held :]
+    before = room.loss(held_out)
+    learnt = rule.learn(room, taught)
+    reason, after = _broken(learnt, room.student.weights), math.nan
+    if not reason and guard is Guard.block:
+        after = room.loss(taught)
+        reason = "" if after <= learnt.loss else "the loss over the block rose"
+    unseen = math.nan if reason else room.loss(held_out)
+    if not reason and guard is Guard.held_out and not unseen <= before:
+        reason = "no held-out turn to judge by" if math.isnan(before) else "the loss over held-out turns rose"
     if reason:
         put(room.student.weights, weights)
         rule.load_state(kept)
     return {
-        "lessons": len(lessons),
-        "predictions": room.count(lessons),
+        "lessons": len(taught),
+        "predictions": room.count(taught),
         "steps": learnt.steps,
         "loss": _finite(learnt.loss),
         "loss_after": _finite(after),
+        "held_out": {"lessons": held, "loss": _finite(before), "loss_after": _finite(unseen)} if held else None,
         "committed": not reason,
         "reason": reason,
         "drift": _distance(room.student.weights, initial),
@@ -73,18 +93,13 @@ def learn(rule: Rule, room: Classroom, lessons: Sequence[Lesson], guard: bool, i
     }
 
 
-def _judge(learnt: Learnt, room: Classroom, lessons: Sequence[Lesson], guard: bool) -> tuple[str, float]:
-    """Why what was learnt must not be served ("" if it may), and the loss over the block at it."""
+def _broken(learnt: Learnt, weights: Weights) -> str:
+    """Why what was learnt can't be served whatever the guard; "" if it can."""
     if math.isnan(learnt.loss) and not learnt.steps:
-        return "nothing to learn", math.nan
+        return "nothing to learn"
     if not math.isfinite(learnt.loss):
-        return "non-finite loss", math.nan
-    if not all(bool(weight.isfinite().all()) for weight in room.student.weights.values()):
-        return "non-finite weights", math.nan
-    if not guard:
-        return "", math.nan
-    after = room.loss(lessons)
-    return ("" if after <= learnt.loss else "the loss over the block rose"), after
+        return "non-finite loss"
+    return "" if all(bool(weight.isfinite().all()) for weight in weights.values()) else "non-finite weights"
 
 
 def not_learnt(reason: str, seconds: float | None) -> dict[str, Any]:
