@@ -96,15 +96,18 @@ def test_ratios_are_of_the_least_time_and_shares_of_a_response_s():
         made = {
             "plain": response(10, verify=0.02 * slow),
             "eager": response(10, verify=0.05 * slow),
+            "eager_draft": response(10, verify=0.04 * slow, propose=0.06 * slow),
             "chain": response(10, verify=0.04 * slow, propose=0.03 * slow, observe=0.01 * slow),
             "sgd": response(10, updates=5, update=0.05 * slow),
             "none": response(10),
         }
         done.append(made)
     table = gpu.rows(bench, {"chain": SimpleNamespace(depth=4)}, done, bandwidth, tau=2.0)
-    found = {row["what"]: (row["ms"], row["limit_ms"], row["ratio"]) for row in table}
+    found = {row["what"]: (row["ms"], row["limit_ms"], row["ratio"]) for row in reversed(table)}
     assert found["plain decoding, a token"] == pytest.approx((4, 1, 1 / 4))
     assert found["the same without graphs"] == pytest.approx((10, 1, 1 / 10))
+    assert table[4]["what"] == "the same without graphs"
+    assert (table[4]["ms"], table[4]["limit_ms"]) == pytest.approx((12, drafting))
     assert found["chain, verification"] == pytest.approx((8, 1, 1 / 8))
     assert found["chain, drafting"] == pytest.approx((6, drafting, drafting / 6))
     assert found["chain, a round"] == pytest.approx((16, 1 + drafting, (1 + drafting) / 16))
@@ -117,7 +120,7 @@ def test_without_a_gpu_a_small_shape_runs_and_says_so(ran, capsys):
     assert ran["shape"]["name"] == "dry"
     assert ran["bandwidth"]["peak"] is None
     assert ran["limit"] == "copied"
-    arms = ["plain", "eager", "chain", "tree", "dense_adam", "dense_sgd", "lowrank"]
+    arms = ["plain", "eager", "eager_draft", "chain", "tree", "dense_adam", "dense_sgd", "lowrank"]
     assert [list(made) for made in ran["repetitions"]] == [arms]
     for name in ("dense_adam", "dense_sgd", "lowrank"):
         assert ran["repetitions"][0][name]["updates"]["attempted"] == ran["repetitions"][0][name]["rounds"] // 8

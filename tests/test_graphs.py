@@ -143,7 +143,7 @@ def test_as_many_capacities_are_kept_as_is_said(monkeypatch):
     assert begun(64) == first[0]
     begun(128)  # 96 makes room
     assert begun(64) == first[0]
-    assert len(static.static._kept) == 2
+    assert len(static.static._kept._kept) == 2
 
 
 def test_where_memory_is_short_other_capacities_make_room(monkeypatch):
@@ -153,14 +153,14 @@ def test_where_memory_is_short_other_capacities_make_room(monkeypatch):
     make = static.model.cache
 
     def cache(batch, capacity):
-        if static.static._kept:
+        if static.static._kept._kept:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return make(batch, capacity)
 
     monkeypatch.setattr(static.model, "cache", cache)
     static.begin(128, 8, 16)
     assert static.cache.capacity == 128
-    assert list(static.static._kept) == [128]
+    assert list(static.static._kept._kept) == [128]
 
 
 def test_on_a_gpu_passes_are_captured_once_and_replayed(monkeypatch):

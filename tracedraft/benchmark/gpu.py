@@ -27,7 +27,9 @@ from tracedraft.benchmark.pair import PairSpec, prompt
 from tracedraft.config import build_spec, check_settings, plain
 from tracedraft.decode import DecodeSpec, respond, respond_plainly
 from tracedraft.drafts.eagle3 import Eagle3Draft
+from tracedraft.drafts.static import StaticRolls
 from tracedraft.files import write_atomically
+from tracedraft.interfaces import InnerAdapterSpec
 from tracedraft.measure import ALL_THREADS
 from tracedraft.meter import Meter
 from tracedraft.models.graphs import StaticPasses
@@ -38,6 +40,7 @@ from tracedraft.types import Response
 
 RESULT = "bench_gpu.json"
 EAGER = "eager"  # plain decoding in passes that are launched operator by operator
+EAGER_DRAFT = "eager_draft"  # the first mode, its draft launched operator by operator
 ROUND = ("propose", "verify", "observe")
 RESPONSE = 1024  # tokens, of whose time an update may take a share
 COPIES = 20
@@ -74,7 +77,10 @@ def benchmark_gpu(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
     target = spec.target(device)
     if dry:
         target.static = StaticPasses(target.model, target.taps, captured=False)  # what graphs are captured of
-    bench = Bench(spec, target, spec.draft(target), prompt(spec, size.prompt), Meter(device))
+    draft = spec.draft(target)
+    if dry:
+        draft.static = StaticRolls(draft.allocate, captured=False)
+    bench = Bench(spec, target, draft, prompt(spec, size.prompt), Meter(device))
     speed = {"peak": peak(device), "copied": copied(device, size.copy_mib * 2**20)}
     done = measured(bench, decodes, learners, cfg.repetitions)
     result = {
@@ -121,7 +127,7 @@ def measured(
     bench: Bench, decodes: dict[str, DecodeSpec], learners: dict[str, Any], repetitions: int
 ) -> list[dict[str, Response]]:
     """By repetition, after one that warms up, the answer of each arm: without a draft, the same in passes that are no
-    graphs, in each mode, and with each learner in the first mode."""
+    graphs, in each mode, in the first one with a draft that is none, and with each learner in the first mode."""
     first = next(iter(decodes.values()))
     fixed = FixedSpec("fixed")
     arms = {mode: (decode, fixed) for mode, decode in decodes.items()}
@@ -132,13 +138,20 @@ def measured(
         graphs, bench.target.static = bench.target.static, None
         answers[EAGER] = respond_plainly(bench.target, bench.prompt, first, 0, bench.meter)
         bench.target.static = graphs
-        for name, (decode, adapter) in arms.items():
-            learner = adapter.build(bench.draft.head, 0)
-            learner.begin_conversation()
-            answers[name] = respond(bench.target, bench.draft, learner, bench.prompt, decode, 0, bench.meter)
-            learner.begin_conversation()  # and forgets, for the next
+        rolls, bench.draft.static = bench.draft.static, None
+        answers[EAGER_DRAFT] = _answer(bench, first, fixed)
+        bench.draft.static = rolls
+        answers |= {name: _answer(bench, decode, adapter) for name, (decode, adapter) in arms.items()}
         done.append(answers)
     return done[1:]
+
+
+def _answer(bench: Bench, decode: DecodeSpec, adapter: InnerAdapterSpec) -> Response:
+    learner = adapter.build(bench.draft.head, 0)
+    learner.begin_conversation()
+    made = respond(bench.target, bench.draft, learner, bench.prompt, decode, 0, bench.meter)
+    learner.begin_conversation()  # and forgets, for the next
+    return made
 
 
 def numbers(response: Response) -> dict[str, Any]:
@@ -168,14 +181,16 @@ def rows(
     a_pass = 1e3 * bench.spec.pass_bytes(length) / bandwidth
     table = [row("plain decoding, a token", PLAIN, median(PLAIN, "verify"), a_pass)]
     table.append(row("the same without graphs", EAGER, median(EAGER, "verify"), a_pass))
+    first = next(iter(decodes))
     for mode, decode in decodes.items():
         drafting = 1e3 * bench.spec.draft_bytes(decode.depth, length) / bandwidth
         table.append(row(f"{mode}, verification", "verify", median(mode, "verify"), a_pass))
         table.append(row(f"{mode}, drafting", "propose", median(mode, "propose"), drafting))
+        if mode == first:
+            table.append(row("the same without graphs", EAGER_DRAFT, median(EAGER_DRAFT, "propose"), drafting))
         table.append(row(f"{mode}, a round", "round", median(mode, *ROUND), a_pass + drafting))
-    first = next(iter(decodes))
     decoding = median(first, *ROUND) * RESPONSE / tau
-    for name in [arm for arm in done[0] if arm not in (PLAIN, EAGER, *decodes)]:
+    for name in [arm for arm in done[0] if arm not in (PLAIN, EAGER, EAGER_DRAFT, *decodes)]:
         spent = [1e3 * made[name].seconds["update"] / len(made[name].updates) for made in done if made[name].updates]
         ms = statistics.median(spent) if spent else None
         share = ms and ms / decoding

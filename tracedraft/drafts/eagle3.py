@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from tracedraft.drafts.checkpoint import locate
 from tracedraft.drafts.eagle3_student import Eagle3Student
 from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
+from tracedraft.drafts.static import WIDEST, StaticRolls
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
-from tracedraft.models.decoder import KVCache, causal_mask, rope_table, tree_mask
+from tracedraft.models.decoder import KVCache, Rope, causal_mask, consecutive, rope_table, tree_mask
 from tracedraft.models.eagle3_layouts import Reading
 from tracedraft.models.packing import PackedProduct, can_pack, pack
 from tracedraft.target import DTYPES, LlamaTarget
@@ -41,6 +43,7 @@ class Eagle3Draft(Draft):
         self._head = OutputHead(norm, weight, model.norm.eps, model.vocab)
         if can_pack(model.lm_head):
             self._head.product = PackedProduct()
+        self.static = StaticRolls(self.allocate) if weight.device.type == "cuda" else None
 
     def student(self) -> Eagle3Student:
         dtype = self.model.norm.weight.dtype
@@ -64,21 +67,32 @@ class Eagle3Draft(Draft):
 
     def begin(self, capacity: int, first: int | None = None) -> None:
         layer = self.model.config.layer
-        like = self.model.norm.weight
-        self.cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
-        self.rope = rope_table(layer, capacity, like.device, like.dtype)
+        self.cache, self.rope = (self.allocate if self.static is None else self.static.begin)(capacity)
         self.groups = layer.heads // layer.kv_heads
         self.length = 0
 
+    def allocate(self, capacity: int) -> tuple[KVCache, Rope]:
+        """A cache of so many rows, and its rotations."""
+        layer, like = self.model.config.layer, self.model.norm.weight
+        cache = KVCache(1, 1, layer.kv_heads, capacity, layer.head_dim, like)
+        return cache, rope_table(layer, capacity, like.device, like.dtype)
+
     @torch.inference_mode()
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        slots = self._slots(self.model.fuse(taps.to(self.model.norm.weight.dtype)), tokens, self.length)
+        if self.static is not None and len(tokens) <= WIDEST:
+            slots = self.static.extend(self._extended, taps, tokens, self.length)
+        else:
+            slots = self._extended(taps, tokens, self.length)
         self.length += len(tokens)
         self.last = slots[-1:]
         return slots
 
+    def _extended(self, taps: Tensor, tokens: Tensor, start: int | Tensor) -> Tensor:
+        return self._slots(self.model.fuse(taps.to(self.model.norm.weight.dtype)), tokens, start)
+
     def rows(self, n: int) -> Tensor:
-        return self.cache.rows[..., :n, :]
+        rows = self.cache.rows[..., :n, :]
+        return rows if self.static is None else rows.clone()  # whose caches are used again
 
     @torch.inference_mode()
     def resume(self, rows: Tensor) -> None:
@@ -86,30 +100,48 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
-        return roll_chain(self._fed_back, self.head, self.last, self.length, length, pick, more)
+        def roll(last: Tensor, start: int | Tensor) -> Proposal:
+            return roll_chain(self._fed_back, self.head, last, start, length, pick, more)
+
+        return self._rolled((length,), roll, pick is None and more is None)
 
     @torch.inference_mode()
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
-        return roll_tree(self._fed_back, self.head, self.last, self.length, nodes, depth, top_k, more)
+        def roll(last: Tensor, start: int | Tensor) -> Proposal:
+            return roll_tree(self._fed_back, self.head, last, start, nodes, depth, top_k, more)
 
-    def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int, beams: Beams | None) -> Tensor:
+        return self._rolled((nodes, depth, top_k), roll, more is None)
+
+    def _rolled(
+        self, shape: tuple[int, ...], roll: Callable[[Tensor, int | Tensor], Proposal], alone: bool
+    ) -> Proposal:
+        """``alone``: nothing outside is asked on the way. Factors of a head come and go, so they are not captured."""
+        if self.static is None or not alone or self.head.low_rank is not None:
+            return roll(self.last, self.length)
+        made = self.static.roll(shape, roll, self.last, self.length)
+        return replace(made, vocab=self.head.vocab) if made.tree is None else made
+
+    def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._slots(self.model.feedback(outputs), tokens, start, beams)
 
-    def _slots(self, features: Tensor, tokens: Tensor, start: int, beams: Beams | None = None) -> Tensor:
-        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them."""
-        layer = self.model.midlayer
-        stop = start + len(tokens)
-        rows = slice(start, stop)
+    def _slots(self, features: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None = None) -> Tensor:
+        """Pre-norm outputs [n, H] of n slots from ``start``, over the cache rows before and among them.
+
+        Args:
+            start: int64 [1] on the device for work that can be captured, over all of the cache.
+        """
+        layer, count = self.model.midlayer, len(tokens)
+        rows = consecutive(start, count)
+        stop = self.cache.capacity if isinstance(start, Tensor) else start + count
         if beams is None:
-            rope = self.rope.cos[rows], self.rope.sin[rows]
-            mask = causal_mask(start, len(tokens), stop, self.groups, features)
+            at, mask = rows, causal_mask(start, count, stop, self.groups, features)
         else:
             position, sees = beams
-            rope = self.rope.cos[position : position + 1], self.rope.sin[position : position + 1]
-            mask = tree_mask(self.length, sees, stop, self.groups, features)
+            first = start + count - sees.shape[1]  # behind the true slots
+            at, mask = consecutive(position, 1), tree_mask(first, sees, stop, self.groups, features)
         keys, values = self.cache.keys[0][:, :, :stop], self.cache.values[0][:, :, :stop]
         inputs = layer.attention_input(self.embedding[tokens], features)
-        attended = layer.self_attn(inputs[None], rope, keys, values, rows, mask)
+        attended = layer.self_attn(inputs[None], (self.rope.cos[at], self.rope.sin[at]), keys, values, rows, mask)
         return layer.finish(features, attended[0])
 
 

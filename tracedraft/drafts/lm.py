@@ -21,7 +21,7 @@ from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import weights
 from tracedraft.models.architectures import read_decoder_config
-from tracedraft.models.decoder import Decoder, KVCache, causal_mask, tree_mask
+from tracedraft.models.decoder import Decoder, KVCache, causal_mask, consecutive, tree_mask
 from tracedraft.models.packing import PackedProduct, can_pack, pack
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
@@ -94,23 +94,24 @@ class LmDraft(Draft):
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
         return roll_tree(self._slots, self.head, self.last, self.length, nodes, depth, top_k, more)
 
-    def _slots(self, outputs: Tensor, tokens: Tensor, start: int, beams: Beams | None) -> Tensor:
+    def _slots(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._consume(tokens, start + 1, beams)
 
-    def _consume(self, tokens: Tensor, row: int, beams: Beams | None) -> Tensor:
+    def _consume(self, tokens: Tensor, row: int | Tensor, beams: Beams | None) -> Tensor:
         """Pre-norm outputs [n, H] of tokens [n] in the cache rows from ``row``, which see those before and among
         them."""
-        stop, like = row + len(tokens), self.model.norm.weight
-        rows = slice(row, stop)
+        count, like = len(tokens), self.model.norm.weight
+        rows = consecutive(row, count)
+        stop = self.cache.capacity if isinstance(row, Tensor) else row + count
         groups = self.model.config.heads // self.model.config.kv_heads
         if beams is None:
-            at = self.rope.cos[rows], self.rope.sin[rows]
-            mask = causal_mask(row, len(tokens), stop, groups, like)
+            at, mask = rows, causal_mask(row, count, stop, groups, like)
         else:
             slot, sees = beams
-            at = self.rope.cos[slot + 1 : slot + 2], self.rope.sin[slot + 1 : slot + 2]
-            mask = tree_mask(self.length + 1, sees, stop, groups, like)
-        return self.model.residual(tokens[None], at, self.cache.first(stop), rows, mask)[0][0]
+            first = row + count - sees.shape[1]  # behind the true ones
+            at, mask = consecutive(slot + 1, 1), tree_mask(first, sees, stop, groups, like)
+        turned = self.rope.cos[at], self.rope.sin[at]
+        return self.model.residual(tokens[None], turned, self.cache.first(stop), rows, mask)[0][0]
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,25 @@ from tracedraft.models.tree import grow
 from tracedraft.types import OutputHead, Proposal
 
 # A level of a tree: the position of all its nodes [n], and which of the rows behind the true slots each sees [n, m].
-Beams = tuple[int, Tensor]
+Beams = tuple[int | Tensor, Tensor]
 # Pre-norm outputs [n, H] of slots that consume tokens [n], given the outputs [n, H] that those were chosen from and
 # the slot whose cache row the first one takes.
-Step = Callable[[Tensor, Tensor, int, Beams | None], Tensor]
+Step = Callable[[Tensor, Tensor, int | Tensor, Beams | None], Tensor]
 
 
 def roll_chain(
-    step: Step, head: OutputHead, last: Tensor, start: int, length: int, pick: Pick | None, more: More | None
+    step: Step,
+    head: OutputHead,
+    last: Tensor,
+    start: int | Tensor,
+    length: int,
+    pick: Pick | None,
+    more: More | None,
 ) -> Proposal:
     """As ``Draft.propose``.
 
     Args:
-        last: [1, H] output of the last true slot; start: the slot after it.
+        last: [1, H] output of the last true slot; start: the slot after it, int64 [1] in work that is captured.
     """
     features, drafted, shares, outputs = last, [], [], []
     totals = features.new_zeros(0, dtype=torch.float32)
@@ -48,7 +54,14 @@ def roll_chain(
 
 
 def roll_tree(
-    step: Step, head: OutputHead, last: Tensor, start: int, nodes: int, depth: int, top_k: int, more: More | None
+    step: Step,
+    head: OutputHead,
+    last: Tensor,
+    start: int | Tensor,
+    nodes: int,
+    depth: int,
+    top_k: int,
+    more: More | None,
 ) -> Proposal:
     """As ``Draft.propose_tree``; arguments as of ``roll_chain``."""
     outputs, sees = [last], torch.zeros(1, 0, dtype=torch.bool, device=last.device)

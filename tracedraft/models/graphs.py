@@ -1,4 +1,5 @@
-"""The target's verification passes as CUDA graphs: a pass of constant shape is captured once and replayed.
+"""Work of constant shape as CUDA graphs, captured once and replayed: the target's verification passes here, a draft's
+extensions, chains and trees in ``drafts.static``.
 
 A pass launches a dozen kernels a layer. In eager mode the host takes longer to launch them than a fast card to run
 them; a replay launches all at once. What is captured can't depend on a number that Python holds, so tokens, start and
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,12 +98,19 @@ class Captured:
         return self._out
 
 
-class StaticPasses:
-    """Caches that outlive a response, by capacity, each with the passes over it: a graph is bound to its memory."""
+Work = TypeVar("Work")
 
-    def __init__(self, model: Decoder, taps: tuple[int, ...], captured: bool = True):
-        self._model, self._taps, self._captured = model, taps, captured
-        self._kept: OrderedDict[int, tuple[KVCache, Rope, dict[tuple[int, bool], StaticPass]]] = OrderedDict()
+
+class Kept(Generic[Work]):
+    """Caches that outlive a response, by capacity, each with the work over it: a graph is bound to its memory.
+
+    Args:
+        make: a cache of so many rows, and its rotations.
+    """
+
+    def __init__(self, make: Callable[[int], tuple[KVCache, Rope]]):
+        self._make = make
+        self._kept: OrderedDict[int, tuple[KVCache, Rope, dict[tuple, Work]]] = OrderedDict()
 
     def begin(self, capacity: int) -> tuple[KVCache, Rope]:
         """A zeroed cache of ``capacity`` rows, and its rotations."""
@@ -109,20 +118,37 @@ class StaticPasses:
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
             try:
-                cache = self._model.cache(1, capacity)
+                cache, rope = self._make(capacity)
             except torch.OutOfMemoryError:  # one was found to fit; several need not
                 self._kept.clear()
-                cache = self._model.cache(1, capacity)
-            self._kept[capacity] = cache, self._model.rope(capacity), {}
+                cache, rope = self._make(capacity)
+            self._kept[capacity] = cache, rope, {}
         self._kept.move_to_end(capacity)
         cache, rope, _ = self._kept[capacity]
         cache.rows.zero_()
         return cache, rope
 
+    def of(self, key: tuple, make: Callable[[KVCache, Rope], Work]) -> Work:
+        """The work of that key over the cache that was begun last."""
+        cache, rope, made = next(reversed(self._kept.values()))
+        if key not in made:
+            made[key] = make(cache, rope)
+        return made[key]
+
+
+class StaticPasses:
+    """Verifications over caches that are kept."""
+
+    def __init__(self, model: Decoder, taps: tuple[int, ...], captured: bool = True):
+        self._model, self._taps, self._captured = model, taps, captured
+        self._kept: Kept[StaticPass] = Kept(lambda capacity: (model.cache(1, capacity), model.rope(capacity)))
+
+    def begin(self, capacity: int) -> tuple[KVCache, Rope]:
+        return self._kept.begin(capacity)
+
     def of(self, width: int, branching: bool) -> StaticPass:
         """The pass over the cache that was begun last."""
-        cache, rope, passes = next(reversed(self._kept.values()))
-        if (width, branching) not in passes:
-            made = StaticPass(self._model, cache, rope, self._taps, width, branching, self._captured)
-            passes[width, branching] = made
-        return passes[width, branching]
+        return self._kept.of(
+            (width, branching),
+            lambda cache, rope: StaticPass(self._model, cache, rope, self._taps, width, branching, self._captured),
+        )

@@ -1,0 +1,123 @@
+"""A draft's work over constant buffers: what it usually does, and nothing in it that only Python knows.
+
+``make_fx`` stands in for a CUDA graph, as in ``test_graphs``. Attention here runs over the whole cache, and usually
+over the rows that are filled, so its sums have another order: up to 2e-5 was seen, of features of size 1 to 5.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import CPU, chain, tree
+from decode_cases import FIXED, PROMPT, adapter_spec
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tracedraft.decode import respond
+from tracedraft.drafts.eagle3 import Eagle3Draft
+from tracedraft.drafts.static import StaticRolls, StaticWork
+from tracedraft.meter import Meter
+from tracedraft.types import Proposal
+
+CHAIN, TREE = (5,), (8, 3, 3)
+
+
+def pair(golden_draft) -> tuple[Eagle3Draft, Eagle3Draft]:
+    """The same weights twice: as usual, and over buffers."""
+    usual, static = golden_draft("eagle3_e2e"), golden_draft("eagle3_e2e")
+    static.static = StaticRolls(static.allocate, captured=False)
+    return usual, static
+
+
+def proposed(draft: Eagle3Draft, shape: tuple[int, ...]) -> Proposal:
+    return draft.propose(*shape) if shape == CHAIN else draft.propose_tree(*shape)
+
+
+def parts(made: Proposal) -> list[Tensor]:
+    tree = (made.tree.parents, made.tree.ancestors, made.tree.depths) if made.tree else ()
+    return [made.tokens, *tree]
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_slots_and_proposals_are_the_usual_ones(golden_draft, shape):
+    """After extensions of every size, short of a bucket, beyond it and too long for one; over caches used before."""
+    generator = torch.Generator().manual_seed(0)
+    both = pair(golden_draft)
+    for capacity in (192, 256, 192):
+        for draft in both:
+            draft.begin(capacity)
+        for size in (70, 1, 6, 8, 11):
+            taps = torch.randn(size, both[0].model.fc.in_features, generator=generator)
+            tokens = torch.randint(len(both[0].embedding), (size,), generator=generator)
+            usual, static = (draft.extend(taps, tokens) for draft in both)
+            torch.testing.assert_close(static, usual, rtol=0, atol=1e-4)
+            made = [proposed(draft, shape) for draft in both]
+            assert all(torch.equal(*each) for each in zip(*map(parts, made), strict=True))
+            torch.testing.assert_close(made[1].features, made[0].features, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [chain, tree])
+@pytest.mark.parametrize("adapter", ["fixed", "reset", "reset_lowrank"])
+def test_responses_are_the_same_while_the_head_learns(golden_target, golden_draft, shape, adapter):
+    """In place, which a captured product sees; factors come and go, and are left to the usual way."""
+    answers = []
+    for draft in pair(golden_draft):
+        learner = (FIXED if adapter == "fixed" else adapter_spec(adapter)).build(draft.head, 0)
+        made = [
+            respond(golden_target, draft, learner, PROMPT, shape(max_new_tokens=40), 0, Meter(CPU)) for _ in range(2)
+        ]
+        answers.append([(each.tokens, each.accepted_per_round, len(each.updates)) for each in made])
+    assert answers[0] == answers[1]
+    assert (answers[0][0][2] > 0) == (adapter != "fixed")
+
+
+@pytest.mark.parametrize("what", ["extend", "chain", "tree", "an int is caught"])
+def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(golden_draft, monkeypatch, what):
+    """A roll whose start Python holds is right only where it was recorded."""
+    usual, static = pair(golden_draft)
+    generator = torch.Generator().manual_seed(1)
+    shape = TREE if what == "tree" else CHAIN
+    recorded, right, seen = None, [], {}
+    call = StaticWork.__call__
+
+    def spy(work, *contents, start):
+        seen["work"] = work
+        return call(work, *contents, start=start)
+
+    monkeypatch.setattr(StaticWork, "__call__", spy)
+    for length in (20, 33, 9):
+        size = 3
+        for draft in (usual, static):
+            draft.begin(128)
+        taps = torch.randn(length, usual.model.fc.in_features, generator=generator)
+        tokens = torch.randint(len(usual.embedding), (length,), generator=generator)
+        for draft in (usual, static):
+            draft.extend(taps, tokens)
+        if what == "extend":
+            expected = [usual.extend(taps[:size], tokens[:size])]
+            static.extend(taps[:size], tokens[:size])
+        else:
+            made = proposed(usual, shape)
+            expected = [made.tokens, made.features, *parts(made)[1:]]
+            proposed(static, shape)
+        work, rows = seen["work"], static.cache.rows.clone()
+
+        def operators(rows: Tensor, *buffers: Tensor, work=work) -> tuple[Tensor, ...]:
+            static.cache = copy.copy(static.cache)
+            static.cache._hold(rows)
+            where = buffers[:-1] + ((20,) if what == "an int is caught" else buffers[-1:])
+            return work.operators(*where)
+
+        with torch.no_grad():
+            inputs = rows, *work.buffers
+            recorded = recorded or make_fx(operators)(*inputs)
+            got = [part[:size] if what == "extend" else part for part in recorded(*inputs)]
+        close = [torch.allclose(a.float(), b.float(), rtol=0, atol=1e-4) for a, b in zip(got, expected, strict=True)]
+        right.append(all(close))
+    assert right == [True, *2 * [what != "an int is caught"]]
+
+
+def test_a_cpu_keeps_to_the_usual_way(golden_draft):
+    assert golden_draft("eagle3_e2e").static is None

@@ -1,0 +1,88 @@
+"""A draft's extensions, chains and trees as CUDA graphs; see ``models.graphs``.
+
+A chain of five runs five layers of a dozen kernels, each of which a fast card is done with before the host has
+launched the next: of all that a round does, drafting waits for the host most.
+
+This has never run on a GPU, as ``models.graphs`` says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tracedraft.models.decoder import KVCache, Rope
+from tracedraft.models.graphs import Captured, Kept
+from tracedraft.types import Proposal, Tree
+
+BUCKET = 8  # tokens by whose multiples extensions are padded
+WIDEST = 64  # longer extensions are of prompts, and long enough to be launched as they are
+
+# What is made of buffers, of which the last says where to start: int64 [1].
+Operators = Callable[..., tuple[Tensor, ...]]
+
+
+class StaticWork:
+    """Work on buffers that each call fills; ``captured`` as a CUDA graph, else operator by operator."""
+
+    def __init__(self, buffers: tuple[Tensor, ...], operators: Operators, captured: bool):
+        self.buffers, self.operators = buffers, operators
+        self._work = Captured(self._operators) if captured else self._operators
+
+    def _operators(self) -> tuple[Tensor, ...]:
+        return self.operators(*self.buffers)
+
+    def __call__(self, *contents: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Of contents that fill the first rows of their buffers."""
+        *given, at = self.buffers
+        for buffer, content in zip(given, contents, strict=True):
+            buffer.zero_()
+            buffer[: len(content)] = content
+        at.fill_(start)
+        return tuple(part.clone() for part in self._work())  # which the next call writes over
+
+
+class StaticRolls:
+    """What a draft does over caches that are kept, piece by piece.
+
+    Args:
+        cache: makes a cache of so many rows, and its rotations.
+    """
+
+    def __init__(self, cache: Callable[[int], tuple[KVCache, Rope]], captured: bool = True):
+        self._kept: Kept[StaticWork] = Kept(cache)
+        self._captured = captured
+
+    def begin(self, capacity: int) -> tuple[KVCache, Rope]:
+        return self._kept.begin(capacity)
+
+    def extend(
+        self, extend: Callable[[Tensor, Tensor, Tensor], Tensor], taps: Tensor, tokens: Tensor, start: int
+    ) -> Tensor:
+        """``extend``, [n, H] of taps [n, taps*H], tokens [n] and start [1]; cache rows up to the next bucket are
+        written in vain."""
+        width = -(-len(tokens) // BUCKET) * BUCKET
+        buffers = taps.new_zeros(width, taps.shape[1]), tokens.new_zeros(width)
+        work = self._of(("extend", width, taps.dtype), buffers, lambda *given: (extend(*given),))
+        return work(taps, tokens, start=start)[0][: len(tokens)]
+
+    def roll(
+        self, shape: tuple[int, ...], roll: Callable[[Tensor, Tensor], Proposal], last: Tensor, start: int
+    ) -> Proposal:
+        """``roll``, a proposal of one shape, of last [1, H] and start [1]."""
+
+        def operators(last: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+            made = roll(last, start)
+            assert made.features is not None
+            linked = (made.tree.parents, made.tree.ancestors, made.tree.depths) if made.tree else ()
+            return made.tokens, made.features, *linked
+
+        work = self._of(("roll", *shape), (torch.zeros_like(last),), operators)
+        tokens, features, *linked = work(last, start=start)
+        return Proposal(tokens, features=features, tree=Tree(*linked) if linked else None)
+
+    def _of(self, key: tuple, buffers: tuple[Tensor, ...], operators: Operators) -> StaticWork:
+        at = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
+        return self._kept.of(key, lambda *_: StaticWork((*buffers, at), operators, self._captured))
