@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -188,6 +190,21 @@ def test_a_plan_is_measured_once_a_machine_and_pair(tmp_path, monkeypatch):
         planned(spec, served, draft, "b", Meter(CPU))
 
 
+def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):
+    served, spec, made = tiny("float32"), auto(plan=None, cache=str(tmp_path)), []
+
+    def slowly(*_) -> Plan:
+        made.append(1)
+        time.sleep(0.2)  # for the others to come
+        return plan(beams=(1, 4))
+
+    monkeypatch.setattr("tracedraft.calibrate.measured", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        each = list(pool.map(lambda _: planned(spec, served, None, "a", Meter(CPU)), range(4)))
+    assert len(made) == 1
+    assert all(one == each[0] for one in each)
+
+
 def test_the_width_of_the_best_rate_is_chosen(monkeypatch):
     plans = {8: plan(verify=2.0), 16: plan(verify=1.0), 24: plan(verify=3.0)}
     monkeypatch.setattr("tracedraft.calibrate._plan", lambda _, width, *__: plans[width])
@@ -205,7 +222,8 @@ def test_plans_survive_json():
      ({"probe_every": 1}, "probe_every"), ({"most_levels": 0}, "most_levels"), ({"acceptance": "rejection"}, "exact"),
      ({"beams": [1]}, "plan.*null"), ({"widths": [8]}, "plan.*widths"), ({"most_levels": 5}, "plan.*most_levels"),
      ({"plan": {"width": 8}}, "plan: not a plan"),
-     ({"plan": {"width": 8, "ways": []}}, "plan.*beams")],
+     ({"plan": {"width": 8, "ways": []}}, "plan.*beams"),
+     ({"plan": {"width": 8, "ways": [{"beams": 1, "seconds": [1.0], "survival": [0.0]}]}}, "survival: expected")],
 )  # fmt: skip
 def test_bad_settings_are_named(changes, words):
     with pytest.raises(UserError, match=rf"^decode\..*{words}"):

@@ -63,11 +63,16 @@ class Plan:
             UserError: it is not a plan.
         """
         try:
-            return cls(**{**data, "ways": [Way(**way) for way in data["ways"]]})
-        except (TypeError, KeyError) as error:
+            made = cls(**{**data, "ways": [Way(**way) for way in data["ways"]]})
+            if not all(0 < share <= 1 for way in made.ways for share in way.survival):
+                raise ValueError("survival: expected shares above 0, at most 1")
+            if not all(seconds > 0 for way in made.ways for seconds in way.seconds):
+                raise ValueError("seconds: expected above 0")
+        except (TypeError, KeyError, ValueError) as error:
             raise UserError(
                 f"decode.plan: not a plan ({error}); give provenance.plan of a summary, or null"
             ) from error
+        return made
 
     def best(self, way: Way) -> tuple[float, float]:
         """Tokens and seconds of a round that always drafts as deep as has the best rate."""

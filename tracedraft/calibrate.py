@@ -21,7 +21,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.auto import AutoSpec, Plan, Way
 from tracedraft.config import plain
 from tracedraft.decode import respond
-from tracedraft.files import write_atomically
+from tracedraft.files import one_at_a_time, write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.provenance import provenance
@@ -33,6 +33,7 @@ PROMPTS = (
     "A shop sells pens at 3 dollars each and gives every fifth one for free. What do 23 pens cost?",
 )
 TOKENS = 64  # of an answer
+INSTEAD = "choose another paths.cache"
 TIMED = (1, 2, 3)  # levels beside the most; between them a round's seconds are taken to rise evenly
 
 
@@ -45,13 +46,14 @@ def planned(spec: AutoSpec, served: Served, draft: Draft, weights: str | None, m
     if spec.plan is not None:
         return spec
     file = Path(spec.cache) / "plans" / f"{_identity(spec, served, weights)}.json"
-    if file.exists():
-        return dataclasses.replace(spec, plan=json.loads(file.read_text()))
-    print("decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr)
-    plan = dataclasses.asdict(measured(spec, served, draft, meter))
-    text = json.dumps(plan, indent=1)
-    write_atomically(file, lambda path: path.write_text(text), "choose another paths.cache")
-    return dataclasses.replace(spec, plan=plan)
+    with one_at_a_time(file.parent / ".lock", INSTEAD):  # workers that start together would time each other
+        if not file.exists():
+            print(
+                "decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr
+            )
+            text = json.dumps(dataclasses.asdict(measured(spec, served, draft, meter)), indent=1)
+            write_atomically(file, lambda path: path.write_text(text), INSTEAD)
+    return dataclasses.replace(spec, plan=json.loads(file.read_text()))
 
 
 def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan:
@@ -104,11 +106,14 @@ def _shares(answers: list[Response], levels: int) -> list[float]:
 
 
 def _identity(spec: AutoSpec, served: Served, weights: str | None) -> str:
-    """Of what a plan depends on: the machine, the models, and how answers are decoded."""
+    """Of what a plan depends on: the machine, this package's code, the models, and how answers are decoded."""
     origin = provenance()
+    package = Path(__file__).parent
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py")))).hexdigest()
     machine = [origin["hardware"], origin["versions"], torch.get_num_threads()]
     target = served.target
     models = [served.provenance, weights, str(target.device), str(target.model.norm.weight.dtype)]
     fields = {name: value for name, value in plain(spec).items() if name not in ("plan", "cache", "confident")}
-    text = json.dumps([machine, models, fields], sort_keys=True)
+    fields["max_new_tokens"] = min(TOKENS, spec.max_new_tokens)
+    text = json.dumps([machine, code, models, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -7,7 +7,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def exclusive(path: Path, instead: str) -> Any:
         raise unwritable(path.parent, error, instead) from error
     remove_scratch(path.parent)
     return file
+
+
+@contextmanager
+def one_at_a_time(path: Path, instead: str) -> Iterator[None]:
+    """Wait until no other process is inside with the same ``path``.
+
+    Raises:
+        UserError: the disk refused it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise unwritable(path.parent, error, instead) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def is_held(path: Path) -> bool:
