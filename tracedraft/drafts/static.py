@@ -64,7 +64,10 @@ class StaticRolls:
         """``extend``, [n, H] of taps [n, taps*H], tokens [n] and start [1]; cache rows up to the next bucket are
         written in vain."""
         width = -(-len(tokens) // BUCKET) * BUCKET
-        buffers = taps.new_zeros(width, taps.shape[1]), tokens.new_zeros(width)
+
+        def buffers() -> tuple[Tensor, ...]:
+            return taps.new_zeros(width, taps.shape[1]), tokens.new_zeros(width)
+
         work = self._of(("extend", width, taps.dtype), buffers, lambda *given: (extend(*given),))
         return work(taps, tokens, start=start)[0][: len(tokens)]
 
@@ -79,10 +82,13 @@ class StaticRolls:
             linked = (made.tree.parents, made.tree.ancestors, made.tree.depths) if made.tree else ()
             return made.tokens, made.features, *linked
 
-        work = self._of(("roll", *shape), (torch.zeros_like(last),), operators)
+        work = self._of(("roll", *shape), lambda: (torch.zeros_like(last),), operators)
         tokens, features, *linked = work(last, start=start)
         return Proposal(tokens, features=features, tree=Tree(*linked) if linked else None)
 
-    def _of(self, key: tuple, buffers: tuple[Tensor, ...], operators: Operators) -> StaticWork:
-        at = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
-        return self._kept.of(key, lambda *_: StaticWork((*buffers, at), operators, self._captured))
+    def _of(self, key: tuple, buffers: Callable[[], tuple[Tensor, ...]], operators: Operators) -> StaticWork:
+        def make(cache: KVCache, rope: Rope) -> StaticWork:
+            at = torch.zeros(1, dtype=torch.long, device=cache.rows.device)
+            return StaticWork((*buffers(), at), operators, self._captured)
+
+        return self._kept.of(key, make)
