@@ -98,7 +98,7 @@ def test_what_goes_wrong_in_one_run_stays_there(ray, folder, monkeypatch, capsys
     """Of eight runs one kills its worker, one raises what can't be unpickled, one hangs, one dies once."""
     ray.cloudpickle.register_pickle_by_value(launch_cases)  # workers don't find the tests' folder
     monkeypatch.setattr(pools, "Worker", Faulty)
-    limit = ("launcher.run_timeout_s=8", "launcher.max_attempts=2")
+    limit = ("launcher.run_timeout_s=15", "launcher.max_attempts=2")  # a run takes 1 s, and 8 under load
     assert command("seed=0,1,2,3,4,5,6,7", *TWO, *limit) == 1
     found = {int(overrides(state)["seed"]): state for state in states(folder).values()}
     assert {seed for seed, state in found.items() if state.state == "failed"} == {1, 2, 3}
