@@ -108,7 +108,7 @@ def test_what_goes_wrong_in_one_run_stays_there(ray, folder, monkeypatch, capsys
         3: 2,
         4: 2,
     }
-    for seed, reason in ((1, "Died"), (2, "Odd: odd 1 2"), (3, "no result after launcher.run_timeout_s=8")):
+    for seed, reason in ((1, "Died"), (2, "Odd: odd 1 2"), (3, "no result after launcher.run_timeout_s=15")):
         assert reason in found[seed].reason
         log = (folder / found[seed].run / "run.log").read_text()
         assert ("Traceback" if seed == 2 else reason) in log
