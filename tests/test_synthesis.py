@@ -98,6 +98,16 @@ def test_answers_of_even_rows_are_greedy_and_no_others(corpus):
     assert corpora.read_shard(corpus[0])["greedy"].tolist() == [True, False] * 8
 
 
+def test_a_pass_without_a_sampled_row_writes_what_the_target_would(tmp_path):
+    """One row, whose answers are greedy, and its questions here too."""
+    spec = dataclasses.replace(TEXT, batch=1, tokens=128, question_temperature=0.0, answer_temperature=0.0)
+    assert synthesise(tmp_path, spec) == 128
+    shard = corpora.read_shard(corpora.shards(tmp_path)[0])
+    follows = shard["answer"][0, 1:]
+    assert follows.any()
+    assert torch.equal(shard["tokens"][0, 1:][follows], shard["argmax"][0, :-1][follows])
+
+
 def test_same_seed_same_shard_and_only_the_missing_one_is_written(corpus, tmp_path):
     assert synthesise(tmp_path) == TEXT.tokens
     mine = corpora.shards(tmp_path)

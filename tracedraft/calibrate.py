@@ -21,7 +21,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.auto import AutoSpec, Plan, Way
 from tracedraft.config import plain
 from tracedraft.decode import respond
-from tracedraft.files import one_at_a_time, write_atomically
+from tracedraft.files import exclusive, write_atomically
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.provenance import provenance
@@ -46,14 +46,18 @@ def planned(spec: AutoSpec, served: Served, draft: Draft, weights: str | None, m
     if spec.plan is not None:
         return spec
     file = Path(spec.cache) / "plans" / f"{_identity(spec, served, weights)}.json"
-    with one_at_a_time(file.parent / ".lock", INSTEAD):  # workers that start together would time each other
-        if not file.exists():
-            print(
-                "decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr
-            )
-            text = json.dumps(dataclasses.asdict(measured(spec, served, draft, meter)), indent=1)
-            write_atomically(file, lambda path: path.write_text(text), INSTEAD)
+    if not file.exists():
+        _measure(file, spec, served, draft, meter)
     return dataclasses.replace(spec, plan=json.loads(file.read_text()))
+
+
+def _measure(file: Path, spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> None:
+    with exclusive(file.parent / ".lock", INSTEAD, wait=True):  # workers that start together would time each other
+        if file.exists():
+            return
+        print("decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr)
+        text = json.dumps(dataclasses.asdict(measured(spec, served, draft, meter)), indent=1)
+        write_atomically(file, lambda path: path.write_text(text), INSTEAD)
 
 
 def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan:

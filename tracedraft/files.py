@@ -7,8 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,11 @@ def unwritable(path: Path, error: Exception, instead: str) -> UserError:
     return UserError(f"{path} can't be written ({reason}): free space there, or {instead}")
 
 
-def exclusive(path: Path, instead: str) -> Any:
+def exclusive(path: Path, instead: str, wait: bool = False) -> Any:
     """Open ``path`` to append bytes, locked until it is closed; what a killed owner of its folder left is removed.
+
+    Args:
+        wait: until no other process holds it.
 
     Raises:
         Busy: another process holds it.
@@ -69,7 +71,7 @@ def exclusive(path: Path, instead: str) -> Any:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+", buffering=0)  # noqa: SIM115 - the caller's to close
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
             file.close()
             raise
@@ -79,23 +81,6 @@ def exclusive(path: Path, instead: str) -> Any:
         raise unwritable(path.parent, error, instead) from error
     remove_scratch(path.parent)
     return file
-
-
-@contextmanager
-def one_at_a_time(path: Path, instead: str) -> Iterator[None]:
-    """Wait until no other process is inside with the same ``path``.
-
-    Raises:
-        UserError: the disk refused it.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise unwritable(path.parent, error, instead) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def is_held(path: Path) -> bool:

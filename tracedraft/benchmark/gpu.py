@@ -187,7 +187,9 @@ def rows(
         table.append(row(f"{mode}, verification", "verify", median(mode, "verify"), a_pass))
         table.append(row(f"{mode}, drafting", "propose", median(mode, "propose"), drafting))
         if mode == first:
-            table.append(row("the same without graphs", EAGER_DRAFT, median(EAGER_DRAFT, "propose"), drafting))
+            table.append(
+                row(f"{mode}, drafting without graphs", EAGER_DRAFT, median(EAGER_DRAFT, "propose"), drafting)
+            )
         table.append(row(f"{mode}, a round", "round", median(mode, *ROUND), a_pass + drafting))
     decoding = median(first, *ROUND) * RESPONSE / tau
     for name in [arm for arm in done[0] if arm not in (PLAIN, EAGER, EAGER_DRAFT, *decodes)]:

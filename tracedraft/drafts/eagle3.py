@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -118,8 +118,7 @@ class Eagle3Draft(Draft):
         """``alone``: nothing outside is asked on the way. Factors of a head come and go, so they are not captured."""
         if self.static is None or not alone or self.head.low_rank is not None:
             return roll(self.last, self.length)
-        made = self.static.roll(shape, roll, self.last, self.length)
-        return replace(made, vocab=self.head.vocab) if made.tree is None else made
+        return self.static.roll(shape, roll, self.last, self.length)
 
     def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._slots(self.model.feedback(outputs), tokens, start, beams)

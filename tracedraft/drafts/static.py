@@ -18,7 +18,7 @@ from tracedraft.models.graphs import Captured, Kept
 from tracedraft.types import Proposal, Tree
 
 BUCKET = 8  # tokens by whose multiples extensions are padded
-WIDEST = 64  # longer extensions are of prompts, and long enough to be launched as they are
+WIDEST = 16  # longer extensions are of prompts: each would be captured to be run once
 
 # What is made of buffers, of which the last says where to start: int64 [1].
 Operators = Callable[..., tuple[Tensor, ...]]

@@ -150,7 +150,7 @@ class _Writer:
         mass = some.sub_(some.amax(dim=1, keepdim=True)).div_(heat).exp_().cumsum_(dim=1)
         dart = torch.rand(len(rows), 1, generator=self.generator, device=self.device) * mass[:, -1:]
         drawn = torch.searchsorted(mass, dart).clamp_(max=mass.shape[1] - 1)
-        return greedy.index_copy(0, torch.tensor(rows, device=self.device), drawn[:, 0])
+        return greedy.index_copy(0, torch.tensor(rows, dtype=torch.long, device=self.device), drawn[:, 0])
 
     def _follow(self, row: int, token: int) -> int:
         queue = self.queues[row]
