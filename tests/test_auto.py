@@ -5,6 +5,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tracedraft.records import read_attempts
 from tracedraft.types import Verdict
 
 CPU = torch.device("cpu")
-RUN = ("adapter=reset", "adapter.every=4", "decode=auto", "decode.widths=[8,16]", "decode.max_new_tokens=40")
+RUN = ("adapter=reset", "adapter.every=4", "decode=auto", "decode.widths=[8]", "decode.max_new_tokens=40")
 
 
 def stood(accepted: int, levels: int) -> Verdict:
@@ -52,6 +53,8 @@ class Scripted:
         return self._levels(top_k, depth, more)
 
     def _levels(self, beams, most, more):
+        if more is None:
+            return most
         stated, levels = torch.tensor(self.chances[beams]).log().cumsum(dim=0), 1
         while more(levels, stated[:levels], stated[levels - 1 : levels]) and levels < most:
             levels += 1
@@ -190,6 +193,30 @@ def test_a_plan_is_measured_once_a_machine_and_pair(tmp_path, monkeypatch):
         planned(spec, served, draft, "b", Meter(CPU))
 
 
+def test_no_level_is_planned_that_a_pass_cannot_verify(tmp_path):
+    """Eight tokens of a pass are the root and seven others: an eighth level would look free."""
+    served = tiny("float32")
+    spec = auto(plan=None, widths=[8], most_levels=8, beams=[1], cache=str(tmp_path), max_new_tokens=16)
+    (way,) = measured(spec, served, lens(served.target, 200), Meter(CPU)).ways
+    assert len(way.seconds) == len(way.survival) == 7
+
+
+def test_what_a_shape_takes_once_is_in_no_level(monkeypatch):
+    """As the capture of a graph does: it would lift every deeper level that costs less."""
+    seen = set()
+
+    def answers(shape, *_):
+        (beams,), levels = shape.beams, shape.most_levels
+        seconds = 1 + 0.1 * levels if beams in seen else 100.0
+        seen.add(beams)
+        return [SimpleNamespace(seconds={"prefill": 7.0, "verify": seconds}, rounds=1, trials=[], survivals=[])]
+
+    monkeypatch.setattr("tracedraft.calibrate._answers", answers)
+    made = measured(auto(plan=None, widths=[16]), None, None, None)
+    for way in made.ways:
+        assert way.seconds == pytest.approx([1 + 0.1 * levels for levels in range(1, 7)])
+
+
 def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):
     served, spec, made = tiny("float32"), auto(plan=None, cache=str(tmp_path)), []
 
@@ -260,7 +287,7 @@ def test_replaying_the_plan_on_record_gives_the_same_counts(tmp_path, done):
     other = composed(*RUN, f"paths.cache={tmp_path}")
     other.decode.plan = summary["provenance"]["plan"]
     for way in other.decode.plan.ways:
-        way.seconds = [1.0 + 10.0 * levels for levels in range(8)]  # no further level pays
+        way.seconds = [1.0 + 10.0 * levels for levels in range(len(way.seconds))]  # no further level pays
     measure.measure(other, tmp_path / "other", None)
     shapes = [shape for r in arms(conversations(tmp_path / "other"), "fixed") for shape in r["shapes"]]
     assert {levels for _, levels in shapes} == {1}

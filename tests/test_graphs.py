@@ -7,6 +7,8 @@ that Python held written into them, and runs them again over other contents, as 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -147,9 +149,13 @@ def test_as_many_capacities_are_kept_as_is_said(monkeypatch):
 
 
 def test_where_memory_is_short_other_capacities_make_room(monkeypatch):
+    """What they held is free at once, not when cycles are next collected."""
     _, static = pair("float32")
-    static.begin(64, 8, 16)
-    static.begin(96, 8, 16)
+    held = []
+    for capacity in (64, 96):
+        static.begin(capacity, 8, 16)
+        static.static.of(8, False)
+        held.append(weakref.ref(static.cache))
     make = static.model.cache
 
     def cache(batch, capacity):
@@ -158,9 +164,33 @@ def test_where_memory_is_short_other_capacities_make_room(monkeypatch):
         return make(batch, capacity)
 
     monkeypatch.setattr(static.model, "cache", cache)
-    static.begin(128, 8, 16)
+    gc.disable()
+    try:
+        static.begin(128, 8, 16)
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
     assert static.cache.capacity == 128
     assert list(static.static._kept._kept) == [128]
+
+
+def test_what_one_capacity_was_used_for_is_made_for_the_next_before_it_is_timed(monkeypatch):
+    _, static = pair("float32")
+    done = []
+    made = StaticPass.made
+    monkeypatch.setattr(StaticPass, "made", lambda work: done.append(work.cache.capacity) or made(work))
+    static.begin(64, 8, 16)
+    static.prefill(PROMPT)
+    static.verify(torch.tensor([1, 2]))
+    static.verify(torch.tensor([1, 2]), linked(torch.tensor([0, 0]), 2))
+    assert done == [64, 64]
+    for _ in range(2):
+        static.prepare(96)
+    assert done == [64, 64, 96, 96]
+    static.prepare(64)
+    static.begin(96, 8, 16)
+    assert done == [64, 64, 96, 96]
+    assert not static.cache.rows.any(), "of what was done in vain nothing is left"
 
 
 def test_on_a_gpu_passes_are_captured_once_and_replayed(monkeypatch):
@@ -190,10 +220,11 @@ def test_on_a_gpu_passes_are_captured_once_and_replayed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
     out = (torch.zeros(1),)
-    work = graphs.Captured(lambda: told.append("work") or out)
-    assert [work() is out for _ in range(3)] == [True] * 3
+    monkeypatch.setattr(torch.cuda, "device", lambda device: told.append(str(device)) or Stream())
+    work = graphs.Captured(torch.device("cuda:1"))
+    assert [work(lambda: told.append("work") or out) is out for _ in range(3)] == [True] * 3
     warm = ["wait", *["work"] * graphs.WARM_UPS, "wait"]
-    assert told == [*warm, "capture", "work", "replay", "replay", "replay"]
+    assert told == ["cuda:1", *warm, "capture", "work", "replay", "cuda:1", "replay", "cuda:1", "replay"]
 
 
 def test_a_cpu_keeps_to_the_usual_pass():

@@ -95,7 +95,7 @@ def test_rows_that_a_verification_wrote_are_others():
     target.begin(96, 1, CHUNK)
     target.prefill(prompt)
     own = target.rows(64).clone()
-    target.rewind(32)
+    target.length = 32
     for token in prompt[32:]:
         target.verify(torch.tensor([token]))
         target.commit(1)

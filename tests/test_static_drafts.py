@@ -73,6 +73,27 @@ def test_responses_are_the_same_while_the_head_learns(golden_target, golden_draf
     assert (answers[0][0][2] > 0) == (adapter != "fixed")
 
 
+def test_after_other_weights_are_served_so_is_what_they_say(golden_target, golden_draft):
+    """Learnt between requests: work over the buffers of the old ones is let go, and known for the next cache."""
+    both, answers = pair(golden_draft), []
+    for draft in both:
+        said = []
+        for scale in (1.0, 0.5):
+            student = draft.student()
+            with torch.no_grad():
+                for weight in student.weights.values():
+                    weight.mul_(scale)
+            student.serve()
+            for limit in (40, 200):  # two capacities
+                made = respond(
+                    golden_target, draft, FIXED.build(None, 0), PROMPT, chain(max_new_tokens=limit), 0, Meter(CPU)
+                )
+                said.append((made.tokens, made.accepted_per_round))
+        answers.append(said)
+    assert answers[0] == answers[1]
+    assert answers[0][1] != answers[0][3]
+
+
 @pytest.mark.parametrize("what", ["extend", "chain", "tree", "an int is caught"])
 def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(golden_draft, monkeypatch, what):
     """A roll whose start Python holds is right only where it was recorded."""

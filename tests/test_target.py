@@ -83,7 +83,7 @@ def test_row_is_the_same_wherever_it_stands_and_whatever_follows(dtype, length):
     wrong = 0
     for start in range(48 - width, prompt - 1, -1):  # backwards, since a pass spoils what was behind it
         true = 1 + start % width
-        target.rewind(start)
+        target.length = start
         passed = target.verify(torch.tensor(tokens[start : start + true] + text(width - true, seed=start)))
         wrong += sum(not same(row(passed, i), expected[start + i - prompt]) for i in range(true))
     assert wrong == 0
@@ -185,16 +185,6 @@ def test_a_response_leaves_no_trace_in_the_next(dtype):
     target.prefill(text(200, seed=3))
     again = run()
     assert all(same(row(first, i), row(again, i)) for i in range(3))
-
-
-def test_rewind_goes_back_to_any_earlier_length():
-    target, tokens = tiny("float32").target, text(40)
-    target.begin(128, WIDTH, 16)
-    target.prefill(tokens[:20])
-    expected = step_by_step(target, tokens[20:])
-    for length in (39, 31, 25, 20):
-        target.rewind(length)
-        assert same(row(target.verify(torch.tensor([tokens[length]])), 0), expected[length - 20])
 
 
 # Memory

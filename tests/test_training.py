@@ -131,6 +131,19 @@ def test_the_best_draft_is_kept_and_training_stops_without_a_better_one(corpus, 
     assert trainer.best == taus[best]
 
 
+def test_a_step_without_a_finite_gradient_is_left_out(corpus, tmp_path, monkeypatch):
+    """Or every weight would be NaN, and the next check would write that over the state on disk."""
+    trainer = Trainer(served().target, corpus, SPEC)
+    loss, broken = trainer.pupil.loss, {2, 5, *range(8, 100)}
+    monkeypatch.setattr(
+        trainer.pupil, "loss", lambda raw: loss(raw) * (float("nan") if trainer.step in broken else 1)
+    )
+    with pytest.raises(UserError, match=rf"^training\.lr={SPEC.lr}: no finite gradient in 10 steps up to step 17"):
+        trainer.run(tmp_path, lambda _: None)
+    assert trainer.step == 17
+    assert all(bool(weight.isfinite().all()) for weight in trainer.model.parameters())
+
+
 def test_training_goes_on_from_a_draft(corpus, tmp_path):
     """Shape and vocabulary come with it; one made for another target is refused."""
     train(corpus, tmp_path, epochs=4)

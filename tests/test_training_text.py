@@ -92,7 +92,7 @@ def test_padding_is_no_teacher_and_no_token_of_the_vocabulary(tmp_path):
     longer["taps"][:, real:] = 7.0
     other = trainer.pupil.batch(longer)
     losses = [
-        [step.loss.item() for step in training_time_test(trainer.model, trainer.pupil.embedding, b, 3, 0.8)[1]]
+        [loss.item() for loss in training_time_test(trainer.model, trainer.pupil.embedding, b, 3, 0.8)[1]]
         for b in (batch, other)
     ]
     assert losses[0] == losses[1]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tracedraft.decode import DecodeSpec, Proposer
 from tracedraft.errors import UserError
-from tracedraft.interfaces import Draft, Pick
+from tracedraft.interfaces import Draft, More, Pick
 from tracedraft.types import Proposal, Verdict
 
 PRIOR = 8.0  # rounds that the plan counts for in a response
@@ -34,8 +34,8 @@ class Way:
     """What it costs and brings to draft with so many beams: 1, a chain; more, a tree that fills the pass.
 
     Attributes:
-        seconds: of a round, by levels drafted. A level costs more than its own products: what it reads of the draft
-            takes the place of the target's weights in the processor's cache.
+        seconds: of a round, by levels drafted, up to as many as a pass can verify. A level costs more than its own
+            products: what it reads of the draft takes the place of the target's weights in the processor's cache.
         survival: by depth, how often the target's token was drafted there after it was one level before.
     """
 
@@ -122,9 +122,14 @@ class AutoSpec(DecodeSpec):
         if self.plan is not None:
             self._fits(Plan.read(self.plan))
 
+    def levels(self, width: int) -> int:
+        """Most that passes of that width can verify: each takes a row, and the root one."""
+        return min(self.most_levels, width - 1)
+
     def _fits(self, plan: Plan) -> None:
         made = {"beams": [way.beams for way in plan.ways] == list(self.beams), "widths": plan.width in self.widths}
-        made["most_levels"] = all(len(way.survival) == len(way.seconds) == self.most_levels for way in plan.ways)
+        most = self.levels(plan.width)
+        made["most_levels"] = all(len(way.survival) == len(way.seconds) == most for way in plan.ways)
         if wrong := [key for key, fits in made.items() if not fits]:
             value = getattr(self, wrong[0])
             raise UserError(f"decode.plan: not made for decode.{wrong[0]}={value}; give null to measure anew")
@@ -199,11 +204,23 @@ class Auto(Proposer):
         self.rate = max(shown.rate(PRIOR) for shown in self.ways)
         self.shown, self.levels = self._choose(), 1
         self.masses: list[tuple[float, float]] = []
-        beams, self.most = self.shown.way.beams, self.spec.most_levels
+        self.most = self.spec.levels(self.plan.width)
+        if self.spec.confident:
+            return self._drafted(draft, self.most, self._more)
+        while self.levels < self.most and self._pays(self.levels, self.shown.blind_gain(self.levels)):
+            self.levels += 1
+        return self._drafted(draft, self.levels, None)  # asked for nothing on the way, it can be captured
+
+    def _drafted(self, draft: Draft, levels: int, more: More | None) -> Proposal:
+        beams = self.shown.way.beams
         if beams == 1:
-            self.most = min(self.most, self.plan.width - 1)
-            return draft.propose(self.most, None, self._more)
-        return draft.propose_tree(self.plan.width, self.most, beams, self._more)
+            return draft.propose(levels, None, more)
+        return draft.propose_tree(self.plan.width, levels, beams, more)
+
+    def _pays(self, level: int, gain: float) -> bool:
+        """Whether so many tokens are worth the time of a level after ``level``."""
+        before, after = self.shown.way.seconds[level - 1 : level + 1]
+        return gain >= self.rate * (after - before)
 
     def learn(self, verdict: Verdict) -> None:
         assert self.shapes is not None
@@ -223,17 +240,12 @@ class Auto(Proposer):
         return min(self.ways, key=lambda shown: last.get(shown.way.beams, -1))
 
     def _more(self, level: int, kept: Tensor, going: Tensor) -> bool:
-        shown, going_on = self.shown, 1.0
-        if self.spec.confident:
-            whole, going_on = torch.stack((kept.exp().sum(), going.exp().sum())).tolist()
-            before, went = self.masses[-1] if self.masses else (0.0, 1.0)
-            shown.brought[level - 1] += whole - before
-            shown.going[level - 1] += went
-            self.masses.append((whole, going_on))
-        if level == self.most:
-            return False
-        gain = shown.gain(level, going_on) if self.spec.confident else shown.blind_gain(level)
-        before, after = shown.way.seconds[level - 1 : level + 1]
-        pays = gain >= self.rate * (after - before)
+        shown = self.shown
+        whole, going_on = torch.stack((kept.exp().sum(), going.exp().sum())).tolist()
+        before, went = self.masses[-1] if self.masses else (0.0, 1.0)
+        shown.brought[level - 1] += whole - before
+        shown.going[level - 1] += went
+        self.masses.append((whole, going_on))
+        pays = level < self.most and self._pays(level, shown.gain(level, going_on))
         self.levels += pays
         return pays

@@ -67,15 +67,17 @@ def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan
 
 
 def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter) -> Plan:
-    ways = []
+    ways, most = [], spec.levels(width)
     for beams in spec.beams:
         timed, answers = {}, []
-        for levels in sorted({min(levels, spec.most_levels) for levels in (*TIMED, spec.most_levels)}):
+        # Whatever a shape takes once must not be found in its first level, which the others stand on.
+        _answers(_shape(spec, width, beams, 1), served, draft, meter)
+        for levels in sorted({min(levels, most) for levels in (*TIMED, most)}):
             answers = _answers(_shape(spec, width, beams, levels), served, draft, meter)
             seconds = sum(sum(answer.seconds.values()) - answer.seconds["prefill"] for answer in answers)
             timed[levels] = max(seconds / sum(answer.rounds for answer in answers), *timed.values(), 0.0)
-        seconds = np.interp(range(1, spec.most_levels + 1), list(timed), list(timed.values()))
-        ways.append(Way(beams, seconds.tolist(), _shares(answers, spec.most_levels)))
+        seconds = np.interp(range(1, most + 1), list(timed), list(timed.values()))
+        ways.append(Way(beams, seconds.tolist(), _shares(answers, most)))
     return Plan(width, ways)
 
 

@@ -268,15 +268,16 @@ def respond(
         prefix: of the conversation's earlier turns with this draft; None: of none.
         transcript: where the target's outputs are kept for learning between requests; None: nowhere.
     """
-    sampling = spec.sampling(key)
+    sampling, capacity = spec.sampling(key), spec.capacity(len(prompt), target.context)
+    target.prepare(capacity)
+    draft.prepare(capacity)
     meter.start()
     adapter.begin_response()
     with meter.phase("prefill"):
-        capacity = spec.capacity(len(prompt), target.context)
         target.begin(capacity, spec.width, spec.prefill_chunk)
         draft.begin(capacity, prompt[0])
         filled = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
-        root, hidden, slots, taps = filled
+    root, hidden, slots, taps = filled
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
     with meter.phase("observe"):
@@ -330,10 +331,11 @@ def respond_plainly(
     target: Target, prompt: Sequence[int], spec: DecodeSpec, key: int, meter: Meter, prefix: Prefix | None = None
 ) -> Response:
     """Answer without a draft, at the best width for it: one token a pass, never padded."""
-    sampling = spec.sampling(key)
+    sampling, capacity = spec.sampling(key), spec.capacity(len(prompt), target.context)
+    target.prepare(capacity)
     meter.start()
     with meter.phase("prefill"):
-        target.begin(spec.capacity(len(prompt), target.context), 1, spec.prefill_chunk)
+        target.begin(capacity, 1, spec.prefill_chunk)
         root = prefill_plainly(target, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally = _Tally(int(root), 0, limit, target.eos_ids)

@@ -57,7 +57,7 @@ def evaluate_draft(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     ]
     benches = [Bench(served, decode, cfg.seed, meter) for decode in decodes]
     check_cache(benches[0], [draft], conversations)
-    warm_up(benches[0], draft, conversations)
+    warm_up(benches[0], [draft], conversations)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(specs["workload"].name, total=len(benches) * len(conversations))
         rows = []

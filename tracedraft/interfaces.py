@@ -43,6 +43,9 @@ class Target(ABC):
     context: int
     eos_ids: frozenset[int]
 
+    def prepare(self, capacity: int) -> None:  # noqa: B027  (few have anything to do)
+        """Before a response is timed: what its cache of ``capacity`` rows takes once, and later ones find done."""
+
     @abstractmethod
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         """Start a response: a zeroed KV cache of ``capacity`` rows; verification passes are ``width`` tokens
@@ -61,10 +64,6 @@ class Target(ABC):
     def commit(self, n: int, rows: Tensor | None = None) -> None:
         """Keep ``n`` tokens of the last verification, the first or those at ``rows`` [n], a path of its tree; the
         rest are rolled back."""
-
-    @abstractmethod
-    def rewind(self, length: int) -> None:
-        """Roll back to ``length`` committed tokens."""
 
     @abstractmethod
     def rows(self, n: int) -> Tensor:
@@ -101,6 +100,9 @@ class Draft(ABC):
     @abstractmethod
     def row_bytes(self) -> int:
         """Bytes that a row of its KV cache takes."""
+
+    def prepare(self, capacity: int) -> None:  # noqa: B027
+        """As ``Target.prepare``."""
 
     @abstractmethod
     def begin(self, capacity: int, first: int) -> None:

@@ -227,8 +227,8 @@ def stream(
     resume(arms, run, bench.seed)
     if len(done) == len(conversations):
         return done
-    for arm in arms if bench.recordings is None else ():
-        warm_up(bench, arm.draft, conversations)
+    if bench.recordings is None:
+        warm_up(bench, [arm.draft for arm in arms], conversations)
     with progress:
         for index, conversation in enumerate(conversations[len(done) :], len(done)):
             record = converse(bench, arms, conversation, index, progress.response)
@@ -240,16 +240,18 @@ def stream(
     return done
 
 
-def warm_up(bench: Bench, draft: Draft, conversations: list[Conversation]) -> None:
-    """A short untimed answer, or the first arm would pay for what all need."""
+def warm_up(bench: Bench, drafts: list[Draft], conversations: list[Conversation]) -> None:
+    """A short untimed answer of each arm, or the first would pay for what all need."""
     prompts = (
         chat.encode(bench.served.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
         for conversation in conversations
     )
     prompt = next((prompt for prompt in prompts if len(prompt) < bench.served.target.context), None)
     spec = dataclasses.replace(bench.decode, max_new_tokens=min(WARM_UP_TOKENS, bench.decode.max_new_tokens))
-    if prompt is not None:
+    for draft in drafts if prompt else ():
         respond(bench.served.target, draft, FixedSpec("fixed").build(None, 0), prompt, spec, 0, bench.meter)
+    if bench.plain and prompt:
+        respond_plainly(bench.served.target, prompt, spec, 0, bench.meter)
 
 
 def serve(

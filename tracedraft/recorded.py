@@ -70,9 +70,6 @@ class RecordedTarget(Target):
     def commit(self, n: int, rows: Tensor | None = None) -> None:
         self.length += n
 
-    def rewind(self, length: int) -> None:
-        self.length = length
-
     def rows(self, n: int) -> Tensor:
         """Empty ones: it has no cache."""
         return self.taps[:n, :0]

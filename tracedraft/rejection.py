@@ -25,7 +25,8 @@ def picker(sampling: Sampling, position: int) -> Pick | None:
 
     def pick(logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         share = (logits.float() / sampling.temperature).softmax(dim=1)
-        return _draw(share, sampling.key, position + depth, DRAFTED), share
+        at = torch.full((1,), position + depth, device=logits.device)
+        return _draw(share, sampling.key, at, DRAFTED), share
 
     return pick
 
@@ -41,19 +42,18 @@ def verify_rejection(logits: Tensor, proposal: Proposal, sampling: Sampling, pos
     index = torch.searchsorted(vocab, drafted)
     ratio = p[steps, drafted] / q[steps, index]
     noise = uniform(sampling.key, position + steps, ids.new_full((len(drafted), 1), ACCEPTED))[:, 0]
-    accepted = int((noise < ratio).int().cumprod(dim=0).sum())
-    rest = p[accepted : accepted + 1].clone()
-    if accepted < len(drafted):
-        rest[0, vocab] -= q[accepted]
-        rest = rest.clamp_(min=0)
+    accepted = (noise < ratio).int().cumprod(dim=0).sum()[None]
+    refused = torch.cat((q, torch.zeros_like(q[:1])))  # nothing, where all were accepted
+    rest = p[accepted].index_add_(1, vocab, refused[accepted], alpha=-1).clamp_(min=0)
     last = _draw(rest, sampling.key, position + accepted, RESIDUAL)
-    said = torch.cat((drafted[:accepted], last))
-    return chain_verdict(said.tolist(), said, drafted)
+    rows = torch.arange(len(drafted) + 1, device=logits.device)
+    said = torch.where(rows < accepted, torch.cat((drafted, last)), last)
+    count, *tokens = torch.cat((accepted, said)).tolist()  # the one read of a round
+    return chain_verdict(tokens[: count + 1], said[: count + 1], drafted)
 
 
-def _draw(share: Tensor, key: int, position: int, stream: int) -> Tensor:
-    """Index [1] drawn from weights [1, n], which need not sum to one."""
-    at = torch.tensor([position], device=share.device)
+def _draw(share: Tensor, key: int, at: Tensor, stream: int) -> Tensor:
+    """Index [1] drawn from weights [1, n], which need not sum to one, with the noise of position ``at`` [1]."""
     noise = uniform(key, at, at.new_full((1, 1), stream))
     mass = share.double().cumsum(dim=1)
     index = torch.searchsorted(mass, noise * mass[:, -1:], right=True)

@@ -55,6 +55,11 @@ class LlamaTarget(Target):
         self.static = StaticPasses(model, taps) if self.device.type == "cuda" else None
         self.shape = TargetShape(self.hidden_size, self.vocab_size, len(taps), taps, model.config.layers)
 
+    def prepare(self, capacity: int) -> None:
+        if self.static is not None:
+            self.cache = None
+            self.static.prepare(capacity)
+
     def begin(self, capacity: int, width: int, chunk: int) -> None:
         self.cache = None  # the last response's, before there are two
         if self.static is not None:
@@ -88,9 +93,6 @@ class LlamaTarget(Target):
             assert self.cache is not None
             self.cache.move(self.length, rows)
         self.length += n
-
-    def rewind(self, length: int) -> None:
-        self.length = length
 
     def rows(self, n: int) -> Tensor:
         assert self.cache is not None

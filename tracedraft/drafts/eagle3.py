@@ -33,6 +33,7 @@ class Eagle3Draft(Draft):
 
     def __init__(self, model: eagle3.Eagle3, embedding: Tensor):
         self.embedding = embedding
+        self.static = StaticRolls(self.allocate) if embedding.device.type == "cuda" else None
         self._serve(model)
 
     def _serve(self, model: eagle3.Eagle3) -> None:
@@ -43,7 +44,8 @@ class Eagle3Draft(Draft):
         self._head = OutputHead(norm, weight, model.norm.eps, model.vocab)
         if can_pack(model.lm_head):
             self._head.product = PackedProduct()
-        self.static = StaticRolls(self.allocate) if weight.device.type == "cuda" else None
+        if self.static is not None:
+            self.static.forget()
 
     def student(self) -> Eagle3Student:
         dtype = self.model.norm.weight.dtype
@@ -64,6 +66,10 @@ class Eagle3Draft(Draft):
     def row_bytes(self) -> int:
         layer = self.model.config.layer
         return KVCache.bytes_per_row(1, layer.kv_heads, layer.head_dim, self.model.norm.weight.element_size())
+
+    def prepare(self, capacity: int) -> None:
+        if self.static is not None:
+            self.static.prepare(capacity)
 
     def begin(self, capacity: int, first: int | None = None) -> None:
         layer = self.model.config.layer

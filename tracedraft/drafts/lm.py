@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +180,8 @@ class FirstLayersSpec(DraftSpec):
 
     def build(self, target: LlamaTarget) -> tuple[LmDraft, dict[str, str | None]]:
         self.check(target.shape)
-        model = copy.deepcopy(target.model)
+        # taken for copied, so that they are not: of a large target they are most of its memory
+        others: dict[int, Any] = {id(layer): layer for layer in target.model.layers[self.layers :]}
+        model = copy.deepcopy(target.model, others)
         model.layers, model.config = model.layers[: self.layers], replace(model.config, layers=self.layers)
         return LmDraft(model), self.provenance()

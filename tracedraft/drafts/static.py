@@ -29,7 +29,11 @@ class StaticWork:
 
     def __init__(self, buffers: tuple[Tensor, ...], operators: Operators, captured: bool):
         self.buffers, self.operators = buffers, operators
-        self._work = Captured(self._operators) if captured else self._operators
+        self._graph = Captured(buffers[-1].device) if captured else None
+
+    def made(self) -> tuple[Tensor, ...]:
+        """Of whatever the buffers hold."""
+        return self._graph(self._operators) if self._graph else self._operators()
 
     def _operators(self) -> tuple[Tensor, ...]:
         return self.operators(*self.buffers)
@@ -41,7 +45,7 @@ class StaticWork:
             buffer.zero_()
             buffer[: len(content)] = content
         at.fill_(start)
-        return tuple(part.clone() for part in self._work())  # which the next call writes over
+        return tuple(part.clone() for part in self.made())  # which the next call writes over
 
 
 class StaticRolls:
@@ -54,6 +58,12 @@ class StaticRolls:
     def __init__(self, cache: Callable[[int], tuple[KVCache, Rope]], captured: bool = True):
         self._kept: Kept[StaticWork] = Kept(cache)
         self._captured = captured
+
+    def prepare(self, capacity: int) -> None:
+        self._kept.prepare(capacity)
+
+    def forget(self) -> None:
+        self._kept.forget()
 
     def begin(self, capacity: int) -> tuple[KVCache, Rope]:
         return self._kept.begin(capacity)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from tracedraft.models.decoder import Decoder, KVCache, Rope
 from tracedraft.types import TargetPass, Tree
 
 WARM_UPS = 3  # before a capture, in which libraries may still allocate and choose their kernels
-KEPT = 4  # capacities that keep their cache and graphs; the one used longest ago makes room
+KEPT = 8  # capacities that keep their cache and graphs; the one used longest ago makes room
 
 
 class StaticPass:
@@ -51,7 +52,7 @@ class StaticPass:
         if branching:
             depths = torch.zeros(width, dtype=torch.long, device=device)
             self.tree = depths, torch.zeros(width, width, dtype=torch.bool, device=device)
-        self._pass = Captured(self.operators) if captured else self.operators
+        self._graph = Captured(device) if captured else None
 
     def operators(self) -> tuple[Tensor, Tensor, Tensor]:
         """taps [width, taps*H], hidden [width, H] and logits [width, V] of what the buffers hold."""
@@ -72,33 +73,54 @@ class StaticPass:
             sees.zero_()
             sees[:size, :size] = tree.ancestors
         # learners keep what a pass yields, and the next replay writes over it
-        return TargetPass(*(part[:size].clone() for part in self._pass()))
+        return TargetPass(*(part[:size].clone() for part in self.made()))
+
+    def made(self) -> tuple[Tensor, ...]:
+        """Of whatever the buffers hold."""
+        return self._graph(self.operators) if self._graph else self.operators()
 
 
 class Captured:
-    """Work on constant buffers, captured when first asked for and replayed from then on."""
+    """Work on constant buffers, captured when first asked for and replayed from then on.
 
-    def __init__(self, work: Callable[[], tuple[Tensor, ...]]):
-        self._work = work
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._out: tuple[Tensor, ...] = ()
+    Args:
+        device: where the buffers lie, which need not be the current one.
+    """
 
-    def __call__(self) -> tuple[Tensor, ...]:
-        if self._graph is None:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):  # it writes the same cache rows each time
-                    self._work()
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._out = self._work()
-        self._graph.replay()
-        return self._out
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._made: tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None = None
+
+    def __call__(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """``work`` is the same each time: held here it would hold its buffers in a cycle after they were let go."""
+        with torch.cuda.device(self._device):
+            if self._made is None:
+                self._made = _capture(work)
+            graph, out = self._made
+            graph.replay()
+        return out
 
 
-Work = TypeVar("Work")
+def _capture(work: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):  # it writes the same cache rows each time
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph, out
+
+
+class Makes(Protocol):
+    def made(self) -> tuple[Tensor, ...]:
+        """Do it over what the buffers hold."""
+        ...
+
+
+Work = TypeVar("Work", bound=Makes)
 
 
 class Kept(Generic[Work]):
@@ -111,28 +133,44 @@ class Kept(Generic[Work]):
     def __init__(self, make: Callable[[int], tuple[KVCache, Rope]]):
         self._make = make
         self._kept: OrderedDict[int, tuple[KVCache, Rope, dict[tuple, Work]]] = OrderedDict()
+        self._known: dict[tuple, Callable[[KVCache, Rope], Work]] = {}
+
+    def prepare(self, capacity: int) -> None:
+        """Do over a new cache once what was done over any, so that no capture falls into what is timed."""
+        if capacity not in self._kept:
+            self.begin(capacity)
+            with torch.inference_mode():
+                for key, make in self._known.items():
+                    self.of(key, make).made()
+
+    def forget(self) -> None:
+        """Let all caches go, for other weights; what work there is stays known."""
+        self._kept.clear()
 
     def begin(self, capacity: int) -> tuple[KVCache, Rope]:
         """A zeroed cache of ``capacity`` rows, and its rotations."""
         if capacity not in self._kept:
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            try:
-                cache, rope = self._make(capacity)
-            except torch.OutOfMemoryError:  # one was found to fit; several need not
-                self._kept.clear()
-                cache, rope = self._make(capacity)
-            self._kept[capacity] = cache, rope, {}
+            self._kept[capacity] = *self._fitted(capacity), {}
         self._kept.move_to_end(capacity)
         cache, rope, _ = self._kept[capacity]
         cache.rows.zero_()
         return cache, rope
+
+    def _fitted(self, capacity: int) -> tuple[KVCache, Rope]:
+        with suppress(torch.OutOfMemoryError):
+            return self._make(capacity)
+        # One was found to fit; several need not. Not in a handler, whose traceback would hold what was made so far.
+        self._kept.clear()
+        return self._make(capacity)
 
     def of(self, key: tuple, make: Callable[[KVCache, Rope], Work]) -> Work:
         """The work of that key over the cache that was begun last."""
         cache, rope, made = next(reversed(self._kept.values()))
         if key not in made:
             made[key] = make(cache, rope)
+            self._known[key] = make
         return made[key]
 
 
@@ -142,6 +180,9 @@ class StaticPasses:
     def __init__(self, model: Decoder, taps: tuple[int, ...], captured: bool = True):
         self._model, self._taps, self._captured = model, taps, captured
         self._kept: Kept[StaticPass] = Kept(lambda capacity: (model.cache(1, capacity), model.rope(capacity)))
+
+    def prepare(self, capacity: int) -> None:
+        self._kept.prepare(capacity)
 
     def begin(self, capacity: int) -> tuple[KVCache, Rope]:
         return self._kept.begin(capacity)

@@ -62,8 +62,7 @@ def acceptance(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 class HeadLoss(torch.autograd.Function):
     """Σ counts · objective(x Wᵀ, teacher), its gradient made on the way so that no [n, D] tensor in fp32 is kept.
 
-    The products run at autocast's precision where it is on. Further outputs, without gradient, of each row [n]:
-    its share of the loss, and whether the draft's argmax is the teacher's.
+    The products run at autocast's precision where it is on. A second output, without gradient: each row's share [n].
     """
 
     @staticmethod
@@ -74,20 +73,19 @@ class HeadLoss(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             x, weight = x.to(dtype), weight.to(dtype)
             gradient = x.new_empty(len(x), len(weight))
-            losses, right = [], []
+            losses = []
             rows = max(1, min(ROWS, CELLS // len(weight)))
             for some, share, taught, into in zip(
                 *(each.split(rows) for each in (x, counts, teacher, gradient)), strict=True
             ):
                 logits, taught = (some @ weight.T).float(), taught.float()
-                right.append(logits.max(dim=1).indices == taught.max(dim=1).indices)  # argmax takes twice as long
                 loss, slope = objective(logits, taught)
                 losses.append(share * loss)
                 into.copy_(slope.mul_(share[:, None]))
             ctx.save_for_backward(gradient @ weight, gradient.T @ x)
-        shares, hits = torch.cat(losses), torch.cat(right)
-        ctx.mark_non_differentiable(shares, hits)
-        return shares.sum(), shares, hits
+        shares = torch.cat(losses)
+        ctx.mark_non_differentiable(shares)
+        return shares.sum(), shares
 
     @staticmethod
     def backward(ctx, scale: Tensor, *_):  # pyright: ignore[reportIncompatibleMethodOverride]

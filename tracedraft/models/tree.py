@@ -28,7 +28,8 @@ def linked(parents: Tensor, depth: int) -> Tree:
     rows = torch.arange(len(parents), device=parents.device)
     ancestors, at = rows[:, None] == rows, parents
     for _ in range(depth):
-        ancestors[rows, at] = True
+        # not ancestors[rows, at] = True, whose scalar comes from the host, for which a CUDA graph cannot wait
+        ancestors = ancestors | (at[:, None] == rows)
         at = parents[at]
     return Tree(parents, ancestors, ancestors.sum(dim=1) - 1)
 

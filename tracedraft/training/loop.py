@@ -24,6 +24,7 @@ from tracedraft.training.replay import Tally, replay
 
 CURVE = "curve.jsonl"
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
+HOPELESS = 10  # steps in a row without a finite gradient
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -177,7 +178,7 @@ class Trainer:
         )
         rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
-        self.step, self.tokens, self.seconds, self.best, self.worse = 0, 0, 0.0, 0.0, 0
+        self.step, self.tokens, self.seconds, self.best, self.worse, self.skipped = 0, 0, 0.0, 0.0, 0, 0
         self.curve: list[dict[str, Any]] = []
 
     def rate(self) -> float:
@@ -215,8 +216,17 @@ class Trainer:
             loss = self.pupil.loss(raw)
         self.model.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
-        self.optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
+        if norm.isfinite():
+            self.optimizer.step()
+            self.skipped = 0
+        else:  # one such step would leave no finite weight, neither here nor in the state on disk
+            self.skipped += 1
+        if self.skipped == HOPELESS:
+            raise UserError(
+                f"training.lr={self.spec.lr}: no finite gradient in {HOPELESS} steps up to step {self.step}; "
+                "lower it, and go on from the draft that was kept with training.init"
+            )
         return float(loss.detach())
 
     @torch.no_grad()

@@ -33,14 +33,6 @@ class Batch:
     teachers: Tensor
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """One chain step: ``loss`` averaged over all B*T positions, and how many counted ones are right. No gradient."""
-
-    loss: Tensor
-    correct: Tensor
-
-
 def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
     """Teacher probabilities [..., D], at the precision of final hidden states [..., H] and head rows [D, H]."""
     return torch.nn.functional.linear(hidden, head).softmax(dim=-1)
@@ -48,9 +40,9 @@ def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
 
 def training_time_test(
     model: Eagle3, embedding: Tensor, batch: Batch, steps: int, decay: float, objective: str = "ce"
-) -> tuple[Tensor, list[StepLoss]]:
-    """Σ_k decay^k · loss_k, and each step's own, over the positions that count and whose target choice the draft can
-    say.
+) -> tuple[Tensor, list[Tensor]]:
+    """Σ_k decay^k · loss_k, and each step's own without gradient, over the positions that count and whose target
+    choice the draft can say; averages over all B*T.
 
     The head takes all steps at once: of its gradient, as large as the vocabulary, one is made and not one a step.
     """
@@ -64,12 +56,11 @@ def training_time_test(
         both = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
         counts.append(both.flatten())
     weights = [decay**k * mask / batch.tokens.numel() for k, mask in enumerate(counts)]
-    total, shares, right = HeadLoss.apply(
+    total, shares = HeadLoss.apply(
         torch.cat(outputs), model.lm_head.weight, torch.cat(teachers), torch.cat(weights), OBJECTIVES[objective]
     )
-    sizes = [len(mask) for mask in counts]
-    each = zip(counts, shares.split(sizes), right.split(sizes), strict=True)
-    return total, [StepLoss(share.sum() / decay**k, (mask * hit).sum()) for k, (mask, share, hit) in enumerate(each)]
+    each = shares.split([len(mask) for mask in counts])
+    return total, [share.sum() / decay**k for k, share in enumerate(each)]
 
 
 OBJECTIVES: dict[str, Objective] = {"ce": cross_entropy, "lk": acceptance}
