@@ -274,7 +274,7 @@ def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
     ]
     notes = (
         "Conversations after which a gain of that size is seen with probability 0.8 at two-sided 5 %. sd: of what "
-        "one conversation says of the logarithm. Adapter fixed: the machine's noise alone.",
+        "one conversation says of the logarithm, in one seed and order. Adapter fixed: the machine's noise alone.",
     )
     title = "How many conversations a gain needs"
     return Table("power", title, ("pair", "workload", "T", "adapter"), tuple(columns), tuple(rows), data.runs, notes)

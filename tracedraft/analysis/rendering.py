@@ -212,6 +212,7 @@ def provenance(table: Table, source: str, left_out: Sequence[tuple[str, str]]) -
         "left_out": [{"run": run, "reason": reason} for run, reason in left_out],
         "warnings": list(table.warnings),
         "statistics": {
+            "interval": "Student's t on the logarithm, standard error by bootstrap",
             "resamples": statistics.RESAMPLES,
             "level": statistics.LEVEL,
             "tests": sum(cell.p is not None for _, _, cell in table.cells()),

@@ -148,8 +148,8 @@ def finished(table: Table, allow: Sequence[str] = ()) -> Table:
     notes = list(table.notes)
     if tested:
         notes.append(
-            f"95 % intervals by bootstrap over conversations; significant at 5 % after Holm's correction over the "
-            f"{len(tested)} tests of this table."
+            "95 % intervals by Student's t on the logarithm, its standard error by bootstrap over conversations; "
+            f"significant at 5 % after Holm's correction over the {len(tested)} tests of this table."
         )
     if any(cell.caveat for _, _, cell in table.cells()):
         notes.append(CAVEAT)
