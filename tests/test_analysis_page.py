@@ -154,7 +154,8 @@ def test_ranges_with_too_few_for_an_interval_are_hollow():
 
 def test_step_sizes_whose_runs_differ_in_more_are_left_out_and_the_axis_is_no_microscope():
     steps = [
-        run("gsm8k", settings={"lr": lr}, experiment="steps", measure="acceptance", noise=0) for lr in (0.1, 0.2)
+        run("gsm8k", settings={"lr": lr}, gain=1 + lr / 20, experiment="steps", measure="acceptance", noise=0)
+        for lr in (0.1, 0.2)
     ]
     (axes,) = figures.learning_rates(panels.by_step(runs(*steps))).axes
     low, high = axes.get_ylim()

@@ -96,9 +96,11 @@ def test_an_effect_of_orders_of_other_prompts_is_not_taken_for_a_gain(fewer_resa
 def test_the_same_rows_in_another_order_give_the_same_bits():
     random = np.random.default_rng(6)
     rows, units = seconds(random, random.normal(0, 0.1, 60)), np.tile(np.arange(20), 3)
-    levels, shuffled = np.repeat(range(3), 20), random.permutation(60)
-    first = estimate(rows, first_over_second, units, levels)
-    assert estimate(rows[shuffled], first_over_second, units[shuffled], levels[shuffled]) == first
+    levels = np.repeat(range(3), 20)
+    first, several = estimate(rows, first_over_second, units, levels), cells(rows, units)
+    for shuffled in (random.permutation(60) for _ in range(20)):
+        assert estimate(rows[shuffled], first_over_second, units[shuffled], levels[shuffled]) == first
+        assert (cells(rows[shuffled], units[shuffled]) == several).all()  # three rows of each prompt
 
 
 def test_intervals_over_conversations_hold_the_truth(fewer_resamples):

@@ -247,7 +247,7 @@ def _plot_by_length(
     axes.plot(at * shift, value, **look, markerfacecolor="white", zorder=2)
     sure = np.isfinite(low)
     reach = np.clip([value - low, high - value], 0, None)[:, sure]
-    dots = look | {"linestyle": ""}
+    dots: dict[str, Any] = look | {"linestyle": ""}
     axes.errorbar(at[sure] * shift, value[sure], yerr=reach, **dots, capsize=2, elinewidth=0.8, zorder=3)
     axes.plot([], [], label=adapter, **look)
 

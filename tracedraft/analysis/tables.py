@@ -106,8 +106,8 @@ class Table:
 
 
 CAVEAT = (
-    f"°: fewer than {statistics.ORDERS} orders of the stream; the interval is over blocks of what there is, "
-    "and is not tested."
+    f"°: fewer than {statistics.ORDERS} orders of the stream; the interval is over what there is, says little of "
+    "others, and is not tested."
 )
 
 
@@ -163,7 +163,7 @@ def finished(table: Table, allow: Sequence[str] = ()) -> Table:
 def guard(table: Table, allow: Sequence[str]) -> tuple[str, ...]:
     """Warnings to be shown; see ``finished``."""
     warnings = []
-    timed = table.runs[table.runs["measure"] == "time"].to_dict("records")
+    timed: list[Any] = table.runs[table.runs["measure"] == "time"].to_dict("records")
     for what, name, values in (
         ("hardware", "hardware", _values(table.runs["hardware"])),
         ("hardware", "threads or workers", sorted({sharing(row) for row in timed})),
