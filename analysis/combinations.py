@@ -11,15 +11,14 @@ from tracedraft.analysis.pooling import chosen
 data = chosen(notebook.load(), "combinations", "stream_outer")
 
 # %%
-table = notebook.table(paper.combinations(data))
+notebook.table("combinations", paper.combinations, data)
 
 # %%
-notebook.figure(figures.over_stream(by_stream(data, paper.OUTER)), "over_stream_outer")
+notebook.figure("over_stream_outer", figures.over_stream, by_stream, data, paper.OUTER)
 
 # %% [markdown]
 # ## What an ensemble makes of its step sizes
 
 # %%
-runs = with_base_learners(data)
-notebook.figure(figures.ensemble_weights(runs), "ensemble_weights")
-notebook.figure(figures.regret(runs), "regret")
+notebook.figure("ensemble_weights", figures.ensemble_weights, with_base_learners, data)
+notebook.figure("regret", figures.regret, with_base_learners, data)

@@ -8,5 +8,5 @@ from tracedraft.analysis.pooling import chosen
 data = chosen(notebook.load())
 
 # %%
-notebook.table(costs.cost_table(data))
-notebook.table(costs.power_table(data))
+notebook.table("costs", costs.cost_table, data)
+notebook.table("power", costs.power_table, data)

@@ -11,10 +11,10 @@ from tracedraft.analysis.pooling import chosen
 data = chosen(notebook.load(), "cross_domain", ("stream_inner", "stream_outer"))
 
 # %%
-table = notebook.table(paper.cross_domain(data))
+notebook.table("cross_domain", paper.cross_domain, data)
 
 # %% [markdown]
 # ## Along each stream
 
 # %%
-notebook.figure(figures.over_stream(by_stream(data, paper.INNER)), "over_stream")
+notebook.figure("over_stream", figures.over_stream, by_stream, data, paper.INNER)

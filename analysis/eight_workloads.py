@@ -13,20 +13,19 @@ data = chosen(notebook.load(), "eight_workloads")
 # ## Accepted length and throughput
 
 # %%
-table = notebook.table(paper.eight_workloads(data))
+notebook.table("eight_workloads", paper.eight_workloads, data)
 
 # %% [markdown]
 # ## Where an update pays for itself
 # Long answers leave more to gain from what was learnt in them.
 
 # %%
-lengths = notebook.table(costs.length_table(data))
-pools = by_temperature(data, paper.INNER)
-notebook.figure(figures.by_length(pools), "gain_by_length")
+notebook.table("lengths", costs.length_table, data)
+notebook.figure("gain_by_length", figures.by_length, by_temperature, data, paper.INNER)
 
 # %% [markdown]
 # ## Acceptance by depth, and where the time goes
 
 # %%
-notebook.figure(figures.by_depth(pools), "acceptance_by_depth")
-notebook.figure(figures.phase_shares(pools), "phase_shares")
+notebook.figure("acceptance_by_depth", figures.by_depth, by_temperature, data, paper.INNER)
+notebook.figure("phase_shares", figures.phase_shares, by_temperature, data, paper.INNER)

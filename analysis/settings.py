@@ -4,5 +4,6 @@
 
 # %%
 from tracedraft.analysis import notebook, tuning
+from tracedraft.analysis.pooling import chosen
 
-table = notebook.table(tuning.settings_table(notebook.load()))
+notebook.table("settings", tuning.settings_table, chosen(notebook.load(), tuning=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
 from tracedraft.analysis.frames import Counted, frames, joined, tables_of
 from tracedraft.analysis.schema import Runs
+from tracedraft.workloads.prompts import is_dev
 
 PHASES = {"prefill": 0.1, "propose": 0.3, "verify": 0.5, "observe": 0.02, "update": 0.05, "other": 0.03}
 HARDWARE = {"cpu": "CPU A", "logical_cores": 2, "gpus": []}
@@ -39,6 +41,9 @@ def run(
     complete: bool = True,
     plain: bool = False,
     tokens: int = 256,
+    threads: int = 2,
+    commit: str = "0123456789abcdef",
+    dirty: bool = False,
 ) -> Counted:
     """One run whose arms differ by these gains, give or take the noise.
 
@@ -69,15 +74,18 @@ def run(
             map(str, (workload, adapter, temperature, seed, order, measure, experiment, settings))
         ),
         "hardware": hardware,
-        "git": {"commit": "0123456789abcdef", "dirty": False},
+        "git": {"commit": commit, "dirty": dirty},
         "versions": versions or {"python": "3.11", "torch": "2.13"},
-        "torch_threads": 2,
+        "torch_threads": threads,
         "started": "2026-01-01T00:00:00+00:00",
+        "target_weights": {"sha256": "t"},
         "draft_weights": {"sha256": "d"},
         "data": {"sha256": "p", "switches": switches},
     }
+    ids = (id for id in (f"{workload}/{i}" for i in count()) if is_dev(id) == (split == "dev"))
+    prompts = list(islice(ids, n))
     rows = [
-        _row(i, f"{workload}/{(i + 5 * order) % n}", random, gain, speedup, noise, measure, domains, outer, plain)
+        _row(i, prompts[(i + 5 * order) % n], random, gain, speedup, noise, measure, domains, outer, plain)
         for i in range(n)
     ]
     rows[0]["mismatches"] = mismatches
@@ -130,3 +138,9 @@ def _arm(tokens: int, tau: float, seconds: float, measure: str) -> dict[str, Any
 
 def runs(*counted: Counted) -> Runs:
     return frames(joined([tables_of(each, str(i), None) for i, each in enumerate(counted)]), [])
+
+
+def at(table, *labels):
+    """Cells of a row by the title of their column."""
+    (row,) = [row for row in table.rows if row.labels[-len(labels) :] == labels]
+    return {f"{c.group}: {c.title}" if c.group else c.title: x for c, x in zip(table.columns, row.cells, strict=True)}

@@ -115,6 +115,57 @@ def test_depth_and_phases_are_ratios_of_sums():
     assert whole[min(whole)] == pytest.approx(1e3 / 60)  # the fixed arm makes 60 tokens a second
 
 
+def test_an_adapter_looks_the_same_whatever_stands_beside_it(monkeypatch):
+    data = chosen(everything(), "cross_domain")
+    panels_of = panels.by_stream(data, paper.INNER)
+    ((title, both),) = panels_of.items()
+    alone = {title: {"persistent": both["persistent"]}}
+    colours = [figure_of(shown, "persistent") for shown in (panels_of, alone)]
+    assert colours[0] == colours[1] != figure_of(panels_of, "reset")
+    two = figures.over_stream({"a": {"reset": both["reset"]}, "b": {"persistent": both["persistent"]}})
+    (legend,) = two.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["fixed", "reset", "persistent"]
+
+
+def figure_of(shown, adapter):
+    """The colour of its line along a stream."""
+    (line,) = [line for line in figures.over_stream(shown).axes[0].get_lines() if line.get_label() == adapter]
+    return line.get_color()
+
+
+def test_streams_that_were_not_timed_show_accepted_length_alone():
+    halves = ["a"] * 6 + ["b"] * 6
+    data = runs(run("stream_a", domains=halves, switches=[6], measure="acceptance"))
+    figure = figures.over_stream(panels.by_stream(data, paper.INNER))
+    assert [axes.get_ylabel() for axes in figure.axes] == ["accepted length"]
+
+
+def test_ranges_with_too_few_for_an_interval_are_hollow():
+    found = run()
+    for row in found.rows[:2]:
+        for arm in row["arms"].values():
+            arm["tokens"] = 20
+    (axes,) = figures.by_length(panels.by_temperature(runs(found), paper.INNER)).axes
+    hollow = axes.get_lines()[0]
+    assert hollow.get_markerfacecolor() == "white"
+    bars = [bar for bar in axes.containers if bar.has_yerr]
+    assert len(bars[0].lines[0].get_xdata()) < len(hollow.get_xdata())
+
+
+def test_step_sizes_whose_runs_differ_in_more_are_left_out_and_the_axis_is_no_microscope():
+    steps = [
+        run("gsm8k", settings={"lr": lr}, gain=1 + lr / 20, experiment="steps", measure="acceptance", noise=0)
+        for lr in (0.1, 0.2)
+    ]
+    (axes,) = figures.learning_rates(panels.by_step(runs(*steps))).axes
+    low, high = axes.get_ylim()
+    assert (high - low) / low > 0.04
+    mixed = panels.by_step(runs(*steps, run("gsm8k", settings={"lr": 0.1, "every": 4}, order=1, experiment="steps")))
+    assert mixed == {"steps: reset, T = 0.7": {}}
+    (axes,) = figures.learning_rates(mixed).axes
+    assert "differ in more than their step size" in axes.texts[0].get_text()
+
+
 def test_regret_is_measured_from_the_best_in_hindsight():
     pool = Pools(everything()).of(adapter="ensemble")
     at, learner, base, lrs = block_losses(pool)
@@ -143,9 +194,9 @@ def test_figures_of_nothing_say_so():
         figures.learning_rates({}),
     ):
         assert any("no " in text.get_text() for axes in figure.axes for text in axes.texts)
-    figures.by_depth({})
-    figures.by_length({})
-    figures.phase_shares({})
+    for figure in (figures.by_depth({}), figures.by_length({}), figures.phase_shares({})):
+        assert len(figure.axes) == 1
+        assert [text.get_text() for text in figure.axes[0].texts] == ["no runs"]
 
 
 class Links(HTMLParser):
@@ -256,5 +307,45 @@ def test_a_refused_table_fails_the_command_and_not_the_others(tmp_path, monkeypa
     assert "table eight_workloads: runs of different versions" in said
     assert "table lengths: runs of different versions" in said
     assert (tmp_path / "tables" / "cross_domain.md").exists()
+    assert not list((tmp_path / "tables").glob("eight_workloads.*"))
     with pytest.raises(UserError, match="different versions"):
-        notebook.table(paper.eight_workloads(mixed))
+        notebook.table("eight_workloads", paper.eight_workloads, mixed)
+
+
+def test_what_cannot_even_be_made_leaves_the_rest_of_its_notebook_and_nothing_older(tmp_path, monkeypatch, capsys):
+    """Learners of other settings can't stand in one table, which spoils those of methods, and not those of steps."""
+    data = runs(run("gsm8k", experiment="short_workloads"),
+                run("gsm8k", order=1, settings={"lr": 0.1}, experiment="short_workloads"))  # fmt: skip
+    monkeypatch.setattr(notebook, "_load", lambda *_: data)
+    monkeypatch.setattr(statistics, "RESAMPLES", 299)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    (tmp_path / "tables").mkdir()
+    for name in ("onlinespec_targets.md", "onlinespec_targets.provenance.json", "audit.md"):
+        (tmp_path / "tables" / name).write_text("of another day")
+    assert build.run([path for path in NOTEBOOKS if path.stem == "related_work"]) == 1
+    said = capsys.readouterr().err
+    assert "onlinespec_targets: adapter.lr=0.03, 0.1" in said
+    left = {file.name for file in (tmp_path / "tables").iterdir()}
+    assert "audit.md" in left
+    assert "onlinespec_step_size.md" in left
+    assert not any(name.startswith("onlinespec_targets") for name in left)
+    (tmp_path / "figures").mkdir(exist_ok=True)
+    (tmp_path / "figures" / "depth.png").write_text("of another day")
+    with pytest.raises(UserError, match=r"adapter\.lr"):
+        notebook.figure("depth", figures.by_depth, panels.by_temperature, data, paper.INNER)
+    assert not (tmp_path / "figures" / "depth.png").exists()
+
+
+def test_records_at_hand_reach_the_reader_of_a_server(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(notebook, "load_runs", lambda paths, **options: asked.update(options) or everything())
+    monkeypatch.setenv("SOURCE", "wandb-api")
+    monkeypatch.setenv("DIR", "someone/project")
+    monkeypatch.setenv("RECORDS", "runs/a runs/b")
+    notebook._load.cache_clear()
+    notebook.load()
+    notebook._load.cache_clear()
+    assert (asked["source"], asked["records"]) == ("wandb-api", ("runs/a", "runs/b"))
+    monkeypatch.setenv("SOURCE", "records")
+    with pytest.raises(UserError, match="RECORDS=runs/a runs/b: only SOURCE=wandb-api"):
+        notebook.Options.from_environment()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy.stats import binom
@@ -9,6 +11,7 @@ from scipy.stats import binom
 from tracedraft.analysis import statistics
 from tracedraft.analysis.statistics import (
     blocks,
+    cells,
     conversations_needed,
     estimate,
     first_over_second,
@@ -42,12 +45,69 @@ def least(coverage, trials):
     return int(binom.ppf(0.001, trials, coverage))
 
 
+# 600 tables: a test of exactly 0.05 lies in [0.02, 0.08] but for 0.0006 of seeds; the t test's own size, with a
+# bootstrap's standard error over conversations of different length, is 0.055 to 0.065 here (1,500 tables each).
+TABLES = 600
+SIZE = (0.02, 0.08)
+
+
+def false_alarms(random, layout):
+    """The share of tables in which a true ratio of 1 is called significant.
+
+    Args:
+        layout: a table's effects [prompts, orders] of the learner, on the logarithm.
+    """
+    found = 0
+    for _ in range(TABLES):
+        effect = layout()
+        length = np.repeat(random.uniform(1, 3, len(effect)), effect.shape[1])
+        rows = np.stack([length * np.exp(effect.ravel()), length], axis=1)
+        prompts, orders = (index.ravel() for index in np.indices(effect.shape))
+        found += estimate(rows, first_over_second, prompts, orders if effect.shape[1] > 1 else None).p < 0.05
+    return found / TABLES
+
+
+@pytest.mark.parametrize("n", [3, 4, 8, 20])
+def test_few_conversations_do_not_make_a_true_ratio_of_one_significant(fewer_resamples, n):
+    """Percentiles of resamples called 0.26, 0.20, 0.12 and 0.07 of them so."""
+    random = np.random.default_rng(n)
+    assert SIZE[0] <= false_alarms(random, lambda: random.normal(0, 0.1, (n, 1))) <= SIZE[1]
+
+
+@pytest.mark.parametrize(("prompt", "rest"), [(0, 0.05), (0, 0.02), (0.1, 0.05)])
+def test_an_effect_of_three_orders_is_not_taken_for_a_gain(fewer_resamples, prompt, rest):
+    """Of each order 0.03: percentiles of the pigeonhole bootstrap called 0.14 significant where prompts are equal."""
+    random = np.random.default_rng(3)
+    share = false_alarms(random, lambda: random.normal(0, prompt, (20, 1)) + random.normal(0, 0.03, 3)
+                         + random.normal(0, rest, (20, 3)))  # fmt: skip
+    assert SIZE[0] <= share <= SIZE[1]
+
+
+def test_an_effect_of_orders_of_other_prompts_is_not_taken_for_a_gain(fewer_resamples):
+    """Three streams that share no prompt: they alone are independent, and their blocks add nothing."""
+    random, found = np.random.default_rng(5), 0
+    for _ in range(TABLES):
+        effect = np.repeat(random.normal(0, 0.03, 3), 12) + random.normal(0, 0.05, 36)
+        rows = np.stack([np.exp(effect), np.ones(36)], axis=1)
+        found += estimate(rows, first_over_second, np.arange(36), np.repeat(range(3), 12)).p < 0.05
+    assert SIZE[0] <= found / TABLES <= SIZE[1]
+
+
+def test_the_same_rows_in_another_order_give_the_same_bits():
+    random = np.random.default_rng(6)
+    rows, units = seconds(random, random.normal(0, 0.1, 60)), np.tile(np.arange(20), 3)
+    levels = np.repeat(range(3), 20)
+    first, several = estimate(rows, first_over_second, units, levels), cells(rows, units)
+    for shuffled in (random.permutation(60) for _ in range(20)):
+        assert estimate(rows[shuffled], first_over_second, units[shuffled], levels[shuffled]) == first
+        assert (cells(rows[shuffled], units[shuffled]) == several).all()  # three rows of each prompt
+
+
 def test_intervals_over_conversations_hold_the_truth(fewer_resamples):
-    """300 tables of 40 conversations: the percentile bootstrap covers 0.94 there."""
     random, count = np.random.default_rng(0), 0
     for _ in range(300):
         count += held(estimate(seconds(random, random.normal(0, 0.1, 40)), first_over_second, np.arange(40)))
-    assert least(0.94, 300) <= count < 300
+    assert least(0.95, 300) <= count < 300
 
 
 def test_orders_of_the_same_prompts_are_no_new_prompts(fewer_resamples):
@@ -58,7 +118,7 @@ def test_orders_of_the_same_prompts_are_no_new_prompts(fewer_resamples):
         rows = seconds(random, prompts + random.normal(0, 0.02, 60))
         count += held(estimate(rows, first_over_second, np.tile(np.arange(20), 3), np.repeat(range(3), 20)))
         apart += held(estimate(rows, first_over_second, np.arange(60)))
-    assert count >= least(0.93, 200)
+    assert count >= least(0.95, 200)
     assert apart < 170
 
 
@@ -74,20 +134,20 @@ def test_orders_and_blocks_hold_what_neighbours_share(fewer_resamples):
         units = blocks(runs, list(range(150)), at)
         count += held(estimate(rows, first_over_second, units, runs))
         apart += held(estimate(rows, first_over_second, np.arange(150)))
-    assert count >= least(0.92, 200)
+    assert count >= least(0.95, 200)
     assert apart < count - 20
 
 
 def test_units_are_drawn_whole_and_levels_multiply():
     """Sums of the identity are how often each row was drawn."""
-    drawn = resampled(np.eye(4), ["a", "a", "b", "c"], [0, 1, 0, 1])
-    assert drawn.shape == (statistics.RESAMPLES, 4)
-    units = resampled(np.eye(4), ["a", "a", "b", "c"])
+    cube = cells(np.eye(4), ["a", "a", "b", "c"], [0, 1, 0, 1])
+    units, levels, both = resampled(cube)
+    assert units.shape == levels.shape == both.shape == (statistics.RESAMPLES, 4)
     assert (units[:, 0] == units[:, 1]).all()
     assert (units[:, [0, 2, 3]].sum(axis=1) == 3).all()
-    twice = drawn[:, 0] + drawn[:, 1]  # unit a's weight times the draws of both levels, which are two
-    assert (twice == 2 * units[:, 0]).all()
-    assert set(np.unique(drawn[:, 0] / np.where(units[:, 0] > 0, units[:, 0], 1))) == {0, 1, 2}
+    assert (levels[:, 0] == levels[:, 2]).all()
+    assert (levels[:, [0, 1]].sum(axis=1) == 2).all()
+    assert (both == units * levels).all()
 
 
 def test_blocks_are_neighbours_of_one_stream_unless_prompts_come_back():
@@ -115,15 +175,27 @@ def test_what_is_missing_has_a_reason(rows, value, reason):
 
 def test_a_mean_is_of_all_or_of_none():
     random = np.random.default_rng(3)
-    cells = [estimate(seconds(random, random.normal(0, 0.1, 30)), first_over_second, [f"{w}{i}" for i in range(30)])
-             for w in range(4)]  # fmt: skip
-    found = mean(cells)
-    assert found.value == pytest.approx(np.mean([cell.value for cell in cells]))
+    each = [estimate(seconds(random, random.normal(0, 0.1, 30)), first_over_second, range(30)) for _ in range(4)]
+    found = mean(each)
+    assert found.value == pytest.approx(np.mean([cell.value for cell in each]))
     # Independent cells: the mean of four is half as wide as one.
-    widths = [cell.high - cell.low for cell in cells]
-    assert found.high - found.low == pytest.approx(np.mean(widths) / 2, rel=0.2)
-    missing = mean([*cells, statistics.Estimate(None)])
+    widths = [cell.high - cell.low for cell in each]
+    assert found.high - found.low == pytest.approx(np.mean(widths) / 2, rel=0.1)
+    assert 29 < found.df <= 4 * 29
+    missing = mean([*each, statistics.Estimate(None)])
     assert (missing.value, missing.reason) == (None, "4 of 5 are there")
+    assert mean([each[0], statistics.Estimate(1.0)]).low is None
+    assert mean([each[0], dataclasses.replace(each[1], p=None, reason="why")]).reason == "why"
+
+
+def test_means_of_small_workloads_do_not_make_a_true_ratio_of_one_significant(fewer_resamples):
+    """Of four workloads with four conversations each, one of them far noisier than the others."""
+    random, found = np.random.default_rng(7), 0
+    for _ in range(TABLES):
+        drawn = [np.exp(random.normal(0, noise, 4)) for noise in (0.05, 0.05, 0.05, 0.3)]
+        each = [estimate(np.stack([e, np.ones(4)], axis=1), first_over_second, range(4)) for e in drawn]
+        found += mean(each).p < 0.05
+    assert SIZE[0] <= found / TABLES <= SIZE[1]
 
 
 def test_holm_against_the_worked_example():
@@ -133,7 +205,10 @@ def test_holm_against_the_worked_example():
 
 
 def test_as_many_conversations_as_needed_find_the_gain(fewer_resamples):
-    """At the number that power 0.8 asks for, intervals lie above 1 in 0.8 of 200 tables, within binomial error."""
+    """At the number that power 0.8 asks for, intervals lie above 1 in 0.8 of 200 tables, within binomial error.
+
+    The gain is seconds' 1.1 of which 0.1 is asked for; n is rounded up, which is worth up to 0.05 of power.
+    """
     random = np.random.default_rng(4)
     deviation = spread(seconds(random, random.normal(0, 0.1, 400)), first_over_second)
     assert deviation == pytest.approx(0.11, abs=0.02)
@@ -141,7 +216,7 @@ def test_as_many_conversations_as_needed_find_the_gain(fewer_resamples):
     found = sum(
         estimate(seconds(random, random.normal(0, 0.1, n)), first_over_second, range(n)).low > 1 for _ in range(200)
     )
-    assert binom.ppf(0.001, 200, 0.8) <= found <= binom.ppf(0.999, 200, 0.92)
+    assert binom.ppf(0.001, 200, 0.8) <= found <= binom.ppf(0.999, 200, 0.85)
     assert conversations_needed(deviation, 0.01) > 50 * n
     assert conversations_needed(0.0, 0.1) == statistics.FEWEST
     assert spread([[1, 1]] * 2, first_over_second) is None

@@ -10,16 +10,15 @@ import subprocess
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from tests.table_cases import run, runs
+from tests.table_cases import at, run, runs
 from tracedraft.analysis import costs, paper, related, statistics, tuning
+from tracedraft.analysis.check import findings
 from tracedraft.analysis.pooling import Pools, chosen, over, speedup, tau_gain
 from tracedraft.analysis.rendering import as_csv, as_latex, as_markdown, latex_escape, write
 from tracedraft.analysis.tables import Cell, Column, Missing, Refused, Row, Table, finished
-from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
+from tracedraft.workloads.prompts import is_dev
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +35,6 @@ def eight(*more):
         for adapter, orders in (("reset", [0]), ("persistent", [0, 1, 2]))
         for order in orders
     ))  # fmt: skip
-
-
-def at(table, *labels):
-    """Cells of a row by the title of their column."""
-    (row,) = [row for row in table.rows if row.labels[-len(labels) :] == labels]
-    return {f"{c.group}: {c.title}" if c.group else c.title: x for c, x in zip(table.columns, row.cells, strict=True)}
 
 
 def test_eight_workloads_recover_the_gains_that_went_in():
@@ -69,6 +62,15 @@ def test_means_say_how_many_workloads_they_hold_and_missing_ones_show():
     )
     missing = at(table, "aime25", "0.7")["gain in tau: reset"]
     assert (missing.value, missing.n, missing.reason) == (None, 0, "no conversation")
+
+
+def test_the_macro_tau_weighs_conversations_alike():
+    one = run(n=3, gain=1.0)
+    for row, (accepted, rounds) in zip(one.rows, ((0, 10), (10, 10), (300, 100)), strict=True):
+        row["arms"]["adapted"] |= {"accepted": accepted, "rounds": rounds}
+    row = at(paper.eight_workloads(runs(one)), "aime24", "0.7")
+    assert row["macro tau: reset"].value == pytest.approx((1 + 2 + 4) / 3)
+    assert row["tau: reset"].value == pytest.approx(430 / 120)
 
 
 def test_throughput_comes_from_timed_runs_only_and_repetitions_count_once():
@@ -129,7 +131,7 @@ def test_runs_of_other_settings_are_never_pooled():
         paper.eight_workloads(data)
     with pytest.raises(UserError, match=r"decode.max_new_tokens=256, 64: .*adapters persistent, reset"):
         paper.eight_workloads(runs(run(), run(adapter="persistent", tokens=64)))
-    table = related.sensitivity(data, "rates", "Rates", ["adapter.lr"])
+    table = related.sensitivity(data, "Rates", ["adapter.lr"])
     assert [row.labels[-1] for row in table.rows] == ["0.03", "0.1"]
 
 
@@ -152,12 +154,47 @@ def test_runs_of_development_prompts_unfinished_ones_and_other_experiments_stay_
     assert list(chosen(data, "cross_domain").runs["order"]) == [0, 3]
 
 
+DEV = next(id for id in (f"gsm8k/{i}" for i in range(100)) if is_dev(id))
+
+
+def holding(*ids, **settings):
+    """A run of all prompts, which puts the first ones out for these."""
+    found = run("gsm8k", split="all", **settings)
+    for row, id in zip(found.rows, ids, strict=False):
+        row["id"] = id
+    return found
+
+
+def test_runs_that_hold_development_prompts_stay_out_whatever_they_asked_for():
+    """By the rule of the gate, and only a table of settings has them."""
+    lost = [("records/eight_workloads.jsonl.gz:gone", "left no record"), ("runs/tuning/away", "left no record")]
+    clean, other = holding(), holding(DEV, order=3, experiment="tuning")
+    data = runs(clean, holding(DEV, order=1), run("gsm8k", order=2, complete=False), other)
+    data = dataclasses.replace(data, problems=[*lost, ("runs/gsm8k_reset_0.7_0_0", "taken from its record")])
+    assert list(chosen(data).runs["order"]) == [0]
+    assert list(chosen(data, tuning=True).runs["order"]) == [0, 1, 3]
+    picked = chosen(data, "eight_workloads")
+    assert list(picked.runs["order"]) == [0]
+    assert picked.left_out == (
+        lost[0],
+        ("runs/gsm8k_reset_0.7_0_1", "1 prompts of the development split"),
+        ("runs/gsm8k_reset_0.7_0_2", "did not finish"),
+    )
+    (finding,) = [f for f in findings(data) if f.kind == "split"]
+    assert finding.runs == ("gsm8k_reset_0.7_0_1", "gsm8k_reset_0.7_0_3")
+    test_only = dataclasses.replace(data, runs=data.runs.assign(test_only=[["gsm8k"]] * 4))
+    assert list(chosen(test_only, "eight_workloads").runs["order"]) == [0, 1]
+    assert chosen(data, "tuning").runs.empty  # there it is, and no other takes its place
+    assert chosen(data, "tuning").left_out[-1][1] == "1 prompts of the development split"
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
         ({"hardware": {"cpu": "CPU B", "logical_cores": 4, "gpus": ["H"]}}, "hardware"),
         ({"versions": {"python": "3.12"}}, "versions"),
         ({"mismatches": 1}, "lossless"),
+        ({"threads": 1}, "hardware"),
     ],
 )
 def test_mixtures_are_refused_unless_asked_for_and_then_marked(other, what):
@@ -167,6 +204,24 @@ def test_mixtures_are_refused_unless_asked_for_and_then_marked(other, what):
     allowed = finished(table, [what])
     assert len(allowed.warnings) == 1
     assert allowed.warnings[0] in as_markdown(allowed)
+
+
+@pytest.mark.parametrize("differs", ["hardware", "versions", "threads"])
+def test_attempts_at_one_run_that_differ_are_a_mixture(differs):
+    values = {"hardware": "CPU A / CPU B", "versions": "python 3 / python 4", "threads": float("nan")}
+    data = runs(run())
+    mixed = dataclasses.replace(data, runs=data.runs.assign(**{differs: values[differs]}))
+    with pytest.raises(Refused, match=f"different {differs}"):
+        finished(paper.eight_workloads(mixed))
+    everywhere = runs(run(measure="acceptance"), run("mtbench", measure="acceptance", threads=1))
+    assert finished(paper.eight_workloads(everywhere)).warnings == ()  # of counts threads are no part
+
+
+def test_other_commits_and_uncommitted_changes_are_marked():
+    mixed = finished(paper.eight_workloads(runs(run(), run("mtbench", commit="f" * 40))))
+    assert mixed.warnings == ("Mixed code: 0123456789ab | ffffffffffff (+: with uncommitted changes).",)
+    changed = finished(paper.eight_workloads(runs(run(dirty=True))))
+    assert changed.warnings == ("Code with uncommitted changes: 0123456789ab+.",)
 
 
 def test_strict_fails_on_missing_cells_and_names_one(tmp_path):
@@ -185,6 +240,8 @@ def test_the_same_runs_give_the_same_bytes_and_their_provenance(tmp_path):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     kept = json.loads((tmp_path / "a" / "eight_workloads.provenance.json").read_text())
     assert len(kept["runs"]) == 16
+    assert kept["runs"][0]["source"] == "records"
+    assert kept["runs"][0]["sha256"] == {"target_weights": "t", "draft_weights": "d", "data": "p"}
     assert kept["runs"][0]["code"] == "0123456789ab"
     assert {
         "row": ["smollm2-135m", "aime25", "0.7"],
@@ -247,6 +304,13 @@ def test_latex_compiles(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+def steps(data):
+    return related.sensitivity(data, "S", ["adapter.lr"])
+
+
+OF_SETTINGS = (tuning.settings_table, steps)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -260,21 +324,26 @@ def test_latex_compiles(tmp_path):
         costs.cost_table,
         costs.power_table,
         costs.length_table,
-        tuning.settings_table,
-        lambda data: related.sensitivity(data, "s", "S", ["adapter.lr"]),
+        *OF_SETTINGS,
     ],
 )
 def test_every_table_is_made_of_nothing_and_of_everything(make):
+    """Of nothing it has no number; of everything some, and a value or a reason in each cell."""
     nothing = finished(make(runs()))
-    assert all(cell.value is None or isinstance(cell.value, str | float) for _, _, cell in nothing.cells())
+    assert not any(isinstance(cell.value, float) for _, _, cell in nothing.cells())
     outer = [None, {"block": 1, "loss": 2.0, "seconds": 0.5, "committed": True}] * 6
+    stream = {"domains": ["a"] * 6 + ["b"] * 6, "switches": [6]}
     everything = runs(
-        run(), run("gsm8k", "osd", outer=outer, experiment="onlinespec", plain=True),
+        run(), run("gsm8k", "osd", outer=outer, experiment="onlinespec", plain=True), run("stream_a", **stream),
         run("spider", "fixed"), run("spider", "ensemble_reset"),
+        *(run("arena", settings={"lr": lr}, experiment="steps", split="dev") for lr in (0.1, 0.2)),
     )  # fmt: skip
-    table = finished(make(everything))
-    assert as_markdown(table)
-    assert as_latex(table)
+    table = make(everything if make in OF_SETTINGS else chosen(everything, ("eight", "onlinespec")))
+    assert any(isinstance(cell.value, float) for _, _, cell in table.cells())
+    assert all(cell.value is not None or cell.reason for _, _, cell in table.cells())
+    done = finished(table)
+    assert as_markdown(done).count("\n| ") == len(table.rows) + 2
+    assert as_latex(done).count(r" \\" + "\n") >= len(table.rows) + 1
 
 
 def test_targets_stand_beside_plain_decoding():
@@ -284,42 +353,54 @@ def test_targets_stand_beside_plain_decoding():
     assert at(table, "0.7", "plain")["AvgLen"].value == 1.0
 
 
-def test_costs_are_shares_of_time_and_shapes_times_counts():
-    row = at(costs.cost_table(runs(run())), "smollm2-135m", "0.7", "reset")
-    assert row["share of the adapted arm's time: verify"].value == pytest.approx(0.5)
-    shape = costs.SHAPES["smollm2-135m"]
-    # SmolLM2-135M has 134.5 million weights, its tied embedding counted once.
-    assert shape.target_pass == pytest.approx(134.5e6, rel=0.01)
-    assert costs.SHAPES["llama3.1-8b"].target_pass == pytest.approx(8.03e9 - 128256 * 4096, rel=0.01)
-    plain = costs.Work(rounds=1.0, updates=0.0, positions=0.0)
-    chain = {"chain_length": 1}
-    assert costs.arithmetic(shape, chain, plain) == 2 * (2 * shape.target_pass + shape.draft_slot + shape.draft_head)
-    learning = dataclasses.replace(plain, updates=0.1, positions=64)
-    more = costs.arithmetic(shape, chain, learning) - costs.arithmetic(shape, chain, plain)
-    assert more == pytest.approx(0.1 * 4 * 64 * shape.draft_head)
-    assert costs.arithmetic(shape, {"most_levels": 8}, plain) is None
+def test_tokens_a_second_follow_the_paired_ratio():
+    """The second run met a machine twice as fast: its learner, slower than the fixed draft, is not the best."""
+    fast = run(adapter="persistent", speedup=0.95, noise=0)
+    for row in fast.rows:
+        for arm in row["arms"].values():
+            arm["seconds"] = {phase: s / 2 for phase, s in arm["seconds"].items()}
+    table = finished(paper.eight_workloads(runs(run(speedup=0.98, noise=0), fast)))
+    for labels in (("aime24", "0.7"), ("mean of the eight (1 of 8)", "0.7")):
+        row = at(table, *labels)
+        assert row["tokens/s: fixed"].best
+        for adapter, ratio in (("reset", 0.98), ("persistent", 0.95)):
+            assert row[f"tokens/s: {adapter}"].value == pytest.approx(ratio * row["tokens/s: fixed"].value)
+            assert not row[f"tokens/s: {adapter}"].best
+    targets = finished(related.targets(runs(run("gsm8k", speedup=0.98, noise=0), fast), "gsm8k"))
+    assert at(targets, "0.7", "fixed")["tokens/s"].best
 
 
-def test_memory_counts_copies_of_what_is_trained():
-    shape = costs.SHAPES["smollm2-135m"]
-    head = 576 * 12288
-    inner = {"optimizer": "sgd", "form": "dense", "window": 64, "max_rows": 256}
-    weights, learner = costs.memory(shape, 2, inner)
-    assert weights == 2 * (shape.target_pass + shape.draft_slot + head)
-    assert learner == 64 * 4 * (576 + 12288) + (4 + 2) * head  # window, fp32 master and the start in bf16
-    assert costs.memory(shape, 2, inner | {"optimizer": "adam"})[1] == learner + 3 * 4 * head
-    with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        ensemble = OmegaConf.to_container(compose("config", ["adapter=ensemble"]).adapter, resolve=True)
-    # Three copies, and twice for each of three learners weights and two moments; and what is served, and gradients.
-    assert costs.memory(shape, 2, ensemble)[1] == 4 * (3 + 2 * 3 * 3 + 2) * (shape.draft_slot + head)
-    assert costs.memory(shape, 2, {"name": "unknown"})[1] is None
+def test_streams_of_several_workloads_are_streams_of_their_own():
+    """Three orders of one workload and one of another are one order of both together."""
+    three = [run("aime24", "persistent", order=order) for order in range(3)]
+    pool = Pools(runs(*three, run("mtbench", "persistent"))).of(adapter="persistent")
+    assert tau_gain(pool).reason == "1 of 3 orders of the stream"
+    both = Pools(runs(*three, *(run("mtbench", "persistent", order=o) for o in range(3)))).of(adapter="persistent")
+    assert tau_gain(both).p is not None
+    apart = Pools(runs(*(run(name, "persistent", n=8) for name in ("aime24", "mtbench")))).of(adapter="persistent")
+    assert tau_gain(apart).df == 7  # four blocks of two in each
 
 
-def test_power_needs_fewer_conversations_for_larger_gains():
-    row = at(costs.power_table(runs(run())), "aime24", "0.7", "reset")
-    counts = [row[f"speedup: +{g} %"].value for g in (1, 2, 5, 10)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[-1]
+def test_orders_of_a_stream_are_no_settings():
+    def stream(order):
+        found = run("stream_a", "persistent", order=order, experiment="steps", split="dev")
+        source = {"name": "spider", "seed": order, "limit": 6}
+        found.header["config"]["workload"]["sources"] = {"a": source, "b": source}
+        return found
+
+    table = tuning.settings_table(runs(*map(stream, range(3))))
+    (row,) = table.rows
+    assert row.labels[-1] == ""
+    assert row.cells[1].n == 36
+
+
+def test_runs_in_another_order_give_the_same_bytes(tmp_path):
+    several = [run(w, a, order=o) for w in ("aime24", "mtbench") for a in ("persistent", "reset") for o in range(3)]
+    for folder, order in (("a", several), ("b", several[::-1])):
+        for make in (paper.eight_workloads, costs.cost_table, costs.power_table, costs.length_table):
+            write(finished(make(runs(*order))), tmp_path / folder)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
 def test_training_counts_what_learning_between_requests_took():

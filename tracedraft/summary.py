@@ -76,7 +76,7 @@ def _outer(records: list[dict[str, Any]], adapted: dict[str, Any]) -> tuple[dict
 
 
 def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """95 % percentile-bootstrap intervals over conversations, both arms of one drawn together.
+    """95 % t intervals over conversations, standard errors by bootstrap, both arms of one drawn together.
 
     Returns:
         ``tau_gain``, the adapted arm's tau over the fixed one's, with its interval, and ``speedup_interval``;
@@ -89,9 +89,9 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     numbers: dict[str, Any] = {"tau_gain": gain, "tau_gain_interval": None, "speedup_interval": None}
     timed = any(sum(pair[0]) for pair in pairs)
     if few is None:
-        numbers["tau_gain_interval"] = _bootstrap([pair[1] for pair in pairs], _tau_ratio)
+        numbers["tau_gain_interval"] = _interval([pair[1] for pair in pairs], _tau_ratio)
     if few is None and timed:
-        numbers["speedup_interval"] = _bootstrap([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
+        numbers["speedup_interval"] = _interval([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
     why = {"speedup_interval": "no verification round" if timed else "no time was measured"}
     reasons = {key: few or why.get(key, "no verification round") for key, value in numbers.items() if value is None}
     return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
@@ -113,22 +113,27 @@ def _tau_ratio(fixed_a: Any, fixed_s: Any, adapted_a: Any, adapted_s: Any) -> An
     return ((adapted_a + adapted_s) / adapted_s) / ((fixed_a + fixed_s) / fixed_s)
 
 
-def _bootstrap(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float] | None:
-    """Interval of a ratio of sums over rows [n, k] that are drawn whole."""
+def _interval(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float] | None:
+    """Of a ratio of sums over rows [n, k] that are drawn whole, by Student's t on its logarithm."""
     import numpy as np
-    from scipy.stats import bootstrap
+    from scipy.stats import bootstrap, t
 
     def of_sums(*columns: Any, axis: int) -> Any:
-        return ratio(*(column.sum(axis=axis) for column in columns))
+        return np.log(ratio(*(column.sum(axis=axis) for column in columns)))
 
-    columns = tuple(np.array(rows).T)
+    n, columns = len(rows), tuple(np.array(rows).T)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = bootstrap(
+        drawn = bootstrap(
             columns, of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0,
-            batch=max(1, AT_ONCE // len(rows)),
-        ).confidence_interval  # fmt: skip
-    bounds = [float(found.low), float(found.high)]
-    return bounds if all(map(math.isfinite, bounds)) else None
+            batch=max(1, AT_ONCE // n),
+        ).bootstrap_distribution  # fmt: skip
+        value = float(of_sums(*columns, axis=0))
+    if not math.isfinite(value):
+        return None
+    # Drawn from n, a mean varies by (n - 1) / n of what it should.
+    error = float(np.std(drawn[np.isfinite(drawn)])) * math.sqrt(n / (n - 1))
+    reach = float(t.ppf(0.975, n - 1)) * error
+    return [math.exp(value - reach), math.exp(value + reach)]
 
 
 def summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:

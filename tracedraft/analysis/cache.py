@@ -11,13 +11,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tracedraft import counts, summary
-from tracedraft.analysis import frames, schema, sources, wandb_log
+from tracedraft import counts, records, summary
+from tracedraft.analysis import frames, packed, schema, sources, wandb_api, wandb_log
 from tracedraft.analysis.frames import NOTES, Tables, joined, tables_of
 from tracedraft.analysis.sources import STRANGE, Item, digest, file_digest
 from tracedraft.files import write_atomically
 
-CODE = (counts, summary, frames, schema, sources, wandb_log)  # decides what is made of a run
+# What decides what is made of a run.
+CODE = (counts, records, summary, frames, packed, schema, sources, wandb_api, wandb_log)
 TOKEN = b"tracedraft"  # in the metadata of the three files: alike in those that were written together
 
 

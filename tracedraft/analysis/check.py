@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tracedraft.analysis.frames import BETWEEN
 from tracedraft.analysis.schema import Runs
+from tracedraft.analysis.statistics import ORDERS
 from tracedraft.workloads.prompts import is_dev
 
-ORDERS = 3  # of the stream, with an adapter that keeps what it learned
 CONVERSATIONS = 20  # different ones, behind each number
 LISTED = 20  # names
 
@@ -45,7 +46,7 @@ def findings(runs: Runs, conversations: int = CONVERSATIONS, orders: int = ORDER
     for row in _records(runs.conversations[["run", "id", "turns"]]):
         if row["turns"]:
             answered[row["run"]].add(row["id"])
-    found = [*_unread(runs), *_unfinished(rows), *_lossless(rows), *_mixed(rows), *_development(rows, answered)]
+    found = [*_unread(runs), *_unfinished(rows), *_lossless(rows), *_mixed(rows), *_development(runs)]
     for cell in _grouped(rows, lambda row: _settings(row["config"])).values():
         found += _small(cell, answered, conversations, orders)
     return found
@@ -72,9 +73,14 @@ def _names(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(row["name"] for row in rows)
 
 
-def _unread(runs: Runs) -> Iterator[Finding]:
+def unread(runs: Runs) -> list[tuple[str, str]]:
+    """(path, reason) of runs that could not be read at all."""
     read = set(runs.runs["path"])
-    lost = [{"name": path, "reason": reason} for path, reason in runs.problems if path not in read]
+    return [(path, reason) for path, reason in runs.problems if path not in read]
+
+
+def _unread(runs: Runs) -> Iterator[Finding]:
+    lost = [{"name": path, "reason": reason} for path, reason in unread(runs)]
     for reason, same in _grouped(lost, lambda row: row["reason"]).items():
         yield Finding("unread", reason, _names(same))
 
@@ -119,24 +125,38 @@ def _several(kind: str, text: str, rows: list[Row], value: Callable[[Row], str])
         lines = [f"\n    {each}: {_few(_names(same))}" for each, same in groups.items()]
         yield Finding(kind, f"{text}:{''.join(lines)}", _names(rows))
     for each, same in groups.items():
-        if " / " in each:
+        if BETWEEN in each:
             yield Finding(kind, f"{text} from attempt to attempt: {each}", _names(same))
 
 
 def _machine(row: Row) -> str:
-    threads, workers = (f"{row[name]:g}" if row[name] == row[name] else "a / b" for name in ("threads", "workers"))
-    return f"{row['hardware']}, {threads} threads, {workers} at once"
+    return f"{row['hardware']}, {sharing(row)}"
 
 
-def _development(rows: list[Row], answered: dict[str, set[str]]) -> Iterator[Finding]:
-    """Prompts of the development split, by which settings were chosen, in whatever split the run asked for."""
-    tuned = Counter[str]()
-    for row in rows:
-        tunable = (id for id in answered[row["run"]] if id.partition("/")[0] not in row["test_only"])
-        tuned[row["name"]] += sum(map(is_dev, tunable))
-    if tuned.total():
+def sharing(row: Row) -> str:
+    """How a run used its machine, which decides its timings as much; what its attempts differ in is a / b."""
+    numbers = (f"{row[name]:g}" if row[name] == row[name] else f"a{BETWEEN}b" for name in ("threads", "workers"))
+    return "{} threads, {} at once".format(*numbers)
+
+
+def development(runs: Runs) -> Counter[str]:
+    """Prompts of the development split that each run answered, whatever split it asked for; without runs of none.
+
+    Settings were chosen by them. Of workloads that are never tuned on no prompt is one.
+    """
+    asked = runs.conversations.loc[runs.conversations["turns"] > 0, ["run", "id"]].drop_duplicates()
+    names = {id: id.partition("/")[0] for id in asked["id"].unique()}
+    tuned_on = {id for id in names if is_dev(id)}
+    test_only = dict(zip(runs.runs["run"], runs.runs["test_only"], strict=True))
+    asked = asked[asked["id"].isin(tuned_on)]
+    pairs = zip(asked["run"], asked["id"], strict=True)
+    return Counter(run for run, id in pairs if names[id] not in test_only[run])
+
+
+def _development(runs: Runs) -> Iterator[Finding]:
+    if tuned := development(runs):
         text = f"answered {tuned.total()} prompts that settings are tuned on: workload.split=test leaves them out"
-        yield Finding("split", text, tuple(name for name, count in tuned.items() if count))
+        yield Finding("split", text, tuple(runs.runs.loc[runs.runs["run"].isin(tuned), "name"]))
 
 
 def _without_seed(workload: dict[str, Any]) -> dict[str, Any]:

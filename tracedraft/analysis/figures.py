@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
@@ -16,9 +17,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tracedraft.analysis.pooling import LENGTHS, by_tokens, counted, fixed, rate, speedup, tau, tau_gain, timed
+from tracedraft.analysis.paper import INNER, OUTER
+from tracedraft.analysis.pooling import (
+    LENGTHS,
+    by_tokens,
+    counted,
+    fixed,
+    rate,
+    rate_beside,
+    speedup,
+    tau,
+    tau_gain,
+    timed,
+)
+from tracedraft.analysis.schema import SERVING
 from tracedraft.files import write_atomically
-from tracedraft.meter import PHASES
 
 STYLE = Path(__file__).with_name("figures.mplstyle")
 FIXED: dict[str, Any] = {"color": "0.45", "linestyle": (0, (1, 1)), "marker": ""}
@@ -28,6 +41,11 @@ UNDATED: dict[str, dict[str, None]] = {
     "png": {"Software": None},
 }
 WINDOW = 5  # conversations of a moving average
+PHASES = (*SERVING, "outer")
+# Each adapter has its place in the style's cycle; a combination that of its learner between requests, and a face.
+PLACES = (*INNER, *OUTER)
+FACES = {"reset": "white", "persistent": "0.75"}
+LEAST_SPAN = 0.05  # of an axis of accepted lengths or rates, relative: less is noise made large
 
 Pool = pd.DataFrame
 
@@ -67,32 +85,51 @@ def _nothing(axes: Axes, why: str) -> None:
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4", fontsize="small")
 
 
+def look_of(adapter: str) -> dict[str, Any]:
+    """Colour, dash and marker of an adapter's line, the same in all figures."""
+    cycle = list(matplotlib.rcParams["axes.prop_cycle"])
+    learner, _, inside = adapter.partition("_")
+    others = len(cycle) - len(PLACES)
+    place = PLACES.index(learner) if learner in PLACES else len(PLACES) + sum(adapter.encode()) % others
+    return cycle[place] | ({"markerfacecolor": FACES[inside]} if inside in FACES else {})
+
+
+def _legend(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Of all lines of all panels, each once."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=6)
+
+
 def over_stream(streams: Mapping[str, Mapping[str, Pool]], window: int = WINDOW) -> Figure:
-    """Accepted length and tokens/s along each stream, over a window of conversations; a line where domains change.
+    """Accepted length and, where it was timed, tokens/s along each stream, over a window of conversations.
 
     Args:
         streams: pools by adapter, by stream. Orders of a stream are summed at each position.
     """
     with style():
-        figure, panels = _grid(max(1, len(streams)), 2)
-        for (name, pools), (left, right) in zip(streams.items(), panels, strict=False):
-            for axes, of, label in ((left, _tau_along, "accepted length"), (right, _rate_along, "tokens/s")):
-                drawn = [
-                    axes.plot(
-                        *of(pool, arm, window), label=adapter if arm == "adapted" else "fixed", **look, markevery=5
-                    )
-                    for arm, adapter, look, pool in _arms(pools)
-                    if len(of(pool, arm, window)[0])
-                ]
+        is_timed = any(len(timed(pool)) for pools in streams.values() for pool in pools.values())
+        shown = [(_tau_along, "accepted length"), *([(_rate_along, "tokens/s")] if is_timed else [])]
+        figure, panels = _grid(max(1, len(streams)), len(shown), width=3.3 if is_timed else 5)
+        for (name, pools), row in zip(streams.items(), panels, strict=False):
+            for axes, (of, label) in zip(row, shown, strict=True):
+                drawn = [(arm, adapter, look, of(pool, arm, window)) for arm, adapter, look, pool in _arms(pools)]
+                drawn = [line for line in drawn if len(line[-1][0])]
+                for _, adapter, look, line in drawn:
+                    axes.plot(*line, label=adapter, **look, markevery=5)
+                axes.set(ylabel=label, xlabel="conversation", title=name)
                 if not drawn:
                     _nothing(axes, "not timed")
+                    continue
+                # A line where the domain changes.
                 for at in sorted({place for pool in pools.values() for place in _switches(pool)}):
                     axes.axvline(at - 0.5, color="0.3", linewidth=0.8, linestyle="--")
-                axes.set(ylabel=label, xlabel="conversation", title=name)
-        if streams:
-            figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-        for axes in () if streams else panels[0]:
-            _nothing(axes, "no stream that changes domain here")
+        _legend(figure, panels.flat)
+        if not streams:
+            _nothing(panels[0, 0], "no stream that changes domain here")
         return figure
 
 
@@ -100,7 +137,7 @@ def _arms(pools: Mapping[str, Pool]) -> list[tuple[str, str, dict[str, Any], Poo
     """(arm, adapter, look, pool) of each line: the fixed arm of all, then each adapted one."""
     known = [pool for pool in pools.values() if len(pool)]
     first = [("fixed", "fixed", FIXED, fixed(pd.concat(known)))] if known else []
-    return first + [("adapted", adapter, {}, pool) for adapter, pool in pools.items()]
+    return first + [("adapted", adapter, look_of(adapter), pool) for adapter, pool in pools.items()]
 
 
 def _along(
@@ -136,6 +173,8 @@ def by_depth(panels: Mapping[str, Mapping[str, Pool]]) -> Figure:
     """
     with style():
         figure, grid = _wrapped(len(panels), width=2.9)
+        if not panels:
+            _nothing(grid[0], "no runs")
         for axes, (title, pools) in zip(grid, panels.items(), strict=False):
             for arm, adapter, look, pool in _arms(pools):
                 shares = _by_depth(pool, arm)
@@ -158,23 +197,21 @@ def _by_depth(pool: Pool, arm: str) -> list[float]:
 def by_length(panels: Mapping[str, Mapping[str, Pool]]) -> Figure:
     """Where an update pays for itself: the speedup of conversations by their length, with 95 % intervals.
 
-    Without timings the gain in tau, which leaves learning's time out.
+    Without timings the gain in tau, which leaves learning's time out. Hollow: too few for an interval.
     """
     with style():
         figure, grid = _wrapped(len(panels))
+        if not panels:
+            _nothing(grid[0], "no runs")
         for axes, (title, pools) in zip(grid, panels.items(), strict=False):
             is_timed = any(len(timed(pool)) for pool in pools.values())
             for i, (adapter, pool) in enumerate(pools.items()):
-                points = _by_length(pool, is_timed)
-                if points:
-                    at, value, low, high = np.array(points).T
-                    reach = np.clip([value - low, high - value], 0, None)
-                    axes.errorbar(at * (1 + 0.05 * i), value, yerr=reach, label=adapter, capsize=2, elinewidth=0.8)
+                _plot_by_length(axes, _by_length(pool, is_timed), 1 + 0.05 * i, adapter)
             axes.axhline(1, color="0.3", linewidth=0.8)
             axes.set(xlabel="tokens of the conversation", title=title)
             axes.set_ylabel("speedup over fixed" if is_timed else "tau over fixed")
             longest = max((pool["paired_fixed_tokens"].max() for pool in pools.values()), default=0)
-            _log_axis(axes, [length for length in LENGTHS if 0 < length < 2 * longest])
+            _log_axis(axes, [length for length in LENGTHS if 0 < length < 2 * longest and math.isfinite(length)])
             axes.legend()
         return figure
 
@@ -186,13 +223,33 @@ def _log_axis(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def _by_length(pool: Pool, is_timed: bool) -> list[tuple[float, float, float, float]]:
-    """(mean tokens, ratio, low, high) of each range of lengths that holds enough for an interval."""
+    """(mean tokens, ratio, low, high) of each range of lengths; the bounds NaN where it holds too few."""
     points = []
     for _, held in by_tokens(pool):
         found = speedup(held) if is_timed else tau_gain(held)
-        if found.value is not None and found.low is not None and found.high is not None:
-            points.append((float(held["paired_fixed_tokens"].mean()), found.value, found.low, found.high))
+        if found.value is not None:
+            bounds = [math.nan if bound is None else bound for bound in (found.low, found.high)]
+            points.append((float(held["paired_fixed_tokens"].mean()), found.value, *bounds))
     return points
+
+
+def _plot_by_length(
+    axes: Axes, points: Sequence[tuple[float, float, float, float]], shift: float, adapter: str
+) -> None:
+    """
+    Args:
+        shift: factor of the tokens, for intervals that would hide each other.
+    """
+    if not points:
+        return
+    look = look_of(adapter)
+    at, value, low, high = np.array(points).T
+    axes.plot(at * shift, value, **look, markerfacecolor="white", zorder=2)
+    sure = np.isfinite(low)
+    reach = np.clip([value - low, high - value], 0, None)[:, sure]
+    dots: dict[str, Any] = look | {"linestyle": ""}
+    axes.errorbar(at[sure] * shift, value[sure], yerr=reach, **dots, capsize=2, elinewidth=0.8, zorder=3)
+    axes.plot([], [], label=adapter, **look)
 
 
 def phase_shares(panels: Mapping[str, Mapping[str, Pool]]) -> Figure:
@@ -200,6 +257,8 @@ def phase_shares(panels: Mapping[str, Mapping[str, Pool]]) -> Figure:
     with style():
         most = max((len(pools) + 1 for pools in panels.values()), default=1)
         figure, grid = _grid(max(1, len(panels)), 1, 0.35 * most + 0.5, 6.5)
+        if not panels:
+            _nothing(grid[0, 0], "no runs")
         for (axes,), (title, pools) in zip(grid, panels.items(), strict=False):
             bars = {name: _milliseconds(pool, arm) for arm, name, _, pool in _arms(pools)}
             bars = {name: of for name, of in bars.items() if of}
@@ -234,27 +293,40 @@ def learning_rates(panels: Mapping[str, Mapping[str, Mapping[float, Pool]]]) -> 
     """Tokens/s by step size where it was timed, else tau; the fixed draft as a level.
 
     Args:
-        panels: pools by step size, by workload, by title.
+        panels: pools by step size, by workload, by title; a panel without any says that its runs were left out.
     """
     with style():
         figure, grid = _wrapped(len(panels))
         if not panels:
             _nothing(grid[0], "no runs that differ in their step size")
         for axes, (title, workloads) in zip(grid, panels.items(), strict=False):
+            axes.set_title(title)
+            if not workloads:
+                _nothing(axes, "left out: runs differ in more than their step size")
+                continue
             every = [pool for pools in workloads.values() for pool in pools.values()]
             is_timed = all(len(timed(pool)) for pool in every)
-            of = rate if is_timed else tau
             for workload, pools in workloads.items():
-                values: Any = [of(pool).value for pool in pools.values()]
+                level = (rate if is_timed else tau)(fixed(pd.concat(list(pools.values()))), "fixed")
+                of = [rate_beside(level, speedup(pool)) if is_timed else tau(pool) for pool in pools.values()]
+                values: Any = [found.value for found in of]
                 (line,) = axes.plot(list(pools), values, label=workload)
-                level = of(fixed(pd.concat(list(pools.values()))), "fixed").value
-                if level is not None:
-                    axes.axhline(level, color=line.get_color(), linewidth=0.8, linestyle=(0, (1, 1)))
-            axes.set(xlabel="step size (dotted: fixed draft)", title=title)
+                if level.value is not None:
+                    axes.axhline(level.value, color=line.get_color(), linewidth=0.8, linestyle=(0, (1, 1)))
+            axes.set(xlabel="step size (dotted: fixed draft)")
             _log_axis(axes, sorted({step for pools in workloads.values() for step in pools}))
+            _wide_enough(axes)
             axes.set_ylabel("tokens/s" if is_timed else "accepted length")
             axes.legend()
         return figure
+
+
+def _wide_enough(axes: Axes) -> None:
+    """Differences of a few in a thousand do not fill the height."""
+    low, high = axes.get_ylim()
+    missing = LEAST_SPAN * (low + high) / 2 - (high - low)
+    if missing > 0:
+        axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def ensemble_weights(runs: Mapping[str, Pool]) -> Figure:

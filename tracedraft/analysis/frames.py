@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tracedraft.analysis.schema import ARMS, CONVERSATIONS, RUNS, UPDATES, Columns, Runs
+from tracedraft.analysis.schema import ARMS, CONVERSATIONS, RUNS, SERVING, UPDATES, Columns, Runs
 from tracedraft.counts import UPDATE
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 NAN = float("nan")
+BETWEEN = " / "  # attempts at one run that differ
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _one(attempts: list[dict[str, Any]], value: Callable[[dict[str, Any]], Any])
 
 
 def _distinct(attempts: list[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> str:
-    return " / ".join(dict.fromkeys(map(text, attempts)))
+    return BETWEEN.join(dict.fromkeys(map(text, attempts)))
 
 
 def _hardware(attempt: dict[str, Any]) -> str:
@@ -210,8 +211,7 @@ def conversation_row(row: dict[str, Any]) -> dict[str, Any]:
         found |= _counts(f"{arm}_", counts)
         found |= {f"{arm}_{name}": counts and counts[name] for name in ("trials", "survivals")}
         seconds = (counts or {}).get("seconds") or {}
-        phases = ("prefill", "propose", "verify", "observe", "update", "other")
-        found |= {f"{arm}_s_{phase}": seconds.get(phase, NAN) for phase in phases}
+        found |= {f"{arm}_s_{phase}": seconds.get(phase, NAN) for phase in SERVING}
         found |= _counts(f"paired_{arm}_", paired.get(arm))
     found["refused"] = row["refused"] is not None
     found |= {"updates_attempted": len(committed), "updates_committed": sum(committed)}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pandas as pd
 
 from tracedraft.analysis.paper import ordered, pair_name, temperatures, with_adapters
-from tracedraft.analysis.pooling import Pools, setting_of, where
+from tracedraft.analysis.pooling import Pools, where
 from tracedraft.analysis.related import varied
 from tracedraft.analysis.schema import Runs
+from tracedraft.errors import UserError
 
 MOST = 6  # panels, beyond which a figure can't be read
 
+STEPS = ("adapter.lr", "adapter.outer.lr")
 PLACE = ("workload", "adapter", "temperature")
 
 Panel = dict[str, pd.DataFrame]  # pool by adapter
@@ -44,21 +47,25 @@ def by_stream(data: Runs, adapters: Sequence[str]) -> dict[str, Panel]:
 
 
 def by_step(data: Runs) -> dict[str, dict[str, dict[float, pd.DataFrame]]]:
-    """Pools by step size, by workload; a panel an experiment and adapter in which that alone varies."""
-    keys = ("adapter.lr", "adapter.outer.lr")
+    """Pools by step size, by workload; a panel an experiment and adapter in which that alone varies.
+
+    One whose runs differ in more is there without pools.
+    """
     panels: dict[str, dict[str, dict[float, pd.DataFrame]]] = {}
-    runs, places = varied(data, keys)
-    pools = Pools(where(data, data.runs["run"].isin(runs["run"])))
+    runs, places = varied(data, STEPS)
+    pools, mixed = Pools(dataclasses.replace(where(data, data.runs["run"].isin(runs["run"])), runs=runs)), set()
     for place, value in places:
         title = f"{place['experiment']}: {place['adapter']}, T = {place['temperature']:g}"
+        panel = panels.setdefault(title, {})
         for workload in pools.values("workload", **place):
-            matching = pools.runs_of(**place, workload=workload)
-            alike = {
-                r for r, c in zip(matching["run"], matching["config"], strict=True) if setting_of(c, keys) == value
-            }
-            pool = pools.rows[pools.rows["run"].isin(alike)]
-            panels.setdefault(title, {}).setdefault(workload, {})[float(value)] = pool
-    return dict(list(panels.items())[:MOST])
+            try:
+                pool = pools.of(**place, _value=value, workload=workload)
+            except UserError:
+                mixed.add(title)
+                continue
+            if len(pool):
+                panel.setdefault(workload, {})[float(value)] = pool
+    return {title: {} if title in mixed else panel for title, panel in list(panels.items())[:MOST]}
 
 
 def with_base_learners(data: Runs) -> Panel:

@@ -13,8 +13,10 @@ from tracedraft.analysis.pooling import (
     compared,
     counted,
     fixed,
+    macro_tau,
     over,
     rate,
+    rate_beside,
     repeated,
     speedup,
     tau,
@@ -32,9 +34,11 @@ INNER = ("reset", "persistent")
 OUTER = ("osd", "optimistic", "ensemble")
 TEMPERATURES = (0.7, 0.0)
 TAU_AND_SPEEDUP = (
-    "tau counts the bonus token. Speedup: Σ seconds of the fixed arm over Σ seconds of the adapted one, timed side "
-    "by side over the same tokens, learning inside responses included; from timed runs only."
+    "tau counts the bonus token; macro tau: the mean of the conversations' own. Speedup: Σ seconds of the fixed arm "
+    "over Σ seconds of the adapted one, timed side by side over the same tokens, learning inside responses included; "
+    "from timed runs only."
 )
+RATES = "tokens/s of a learner: the fixed draft's, over all runs, times the learner's speedup."
 COUNTS = "n: conversations that differ in prompt, in seed or, where a learner keeps what it learns, in order."
 
 
@@ -53,16 +57,19 @@ def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
                 all_arms = pools.of(**place, adapter=["fixed", *inner])
                 estimates = _eight(all_arms, inner)
                 found[workload, temperature] = estimates
-                cells = (_sizes(all_arms, inner), *map(cell, estimates), cell(repeated(fixed(all_arms))))
+                cells = (_sizes(all_arms, inner), *_cells(estimates, inner), cell(repeated(fixed(all_arms))))
                 rows.append(
                     Row((pair_name(pair, pools), workload, f"{temperature:g}"), cells, pair_name(pair, pools))
                 )
         for title, members in (("mean of long outputs", LONG), ("mean of the eight", EIGHT)):
             for temperature in temperatures(pools):
-                rows.append(_mean_row(pair_name(pair, pools), title, temperature, found, members))
+                label, cells = _mean_cells(title, [found[name, temperature] for name in members], inner)
+                labels = (pair_name(pair, pools), label, f"{temperature:g}")
+                rows.append(Row(labels, cells, f"{labels[0]} means"))
     columns = (
         Column("n, timed"),
         *_of_arms(inner, "tau", "tau", fixed=True),
+        *_of_arms(inner, "tau", "macro tau", fixed=True),
         *_of_arms(inner, "gain", "gain in tau"),
         *_of_arms(inner, "rate", "tokens/s", fixed=True),
         *_of_arms(inner, "ratio", "speedup over fixed"),
@@ -77,6 +84,7 @@ def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
         data.runs,
         (
             TAU_AND_SPEEDUP,
+            RATES,
             f"Long outputs: {', '.join(LONG)}. Means are plain, over the workloads that their label counts.",
             COUNTS,
         ),
@@ -84,26 +92,31 @@ def eight_workloads(data: Runs, inner: Sequence[str] = INNER) -> Table:
 
 
 def _eight(pool: pd.DataFrame, inner: Sequence[str]) -> list[Estimate]:
-    """In the order of the table's columns."""
+    """Tau of all arms, both ways, gains in it, tokens/s of the fixed arm, speedups."""
     of = [pool[pool["adapter"] == name] for name in inner]
     return [
-        tau(fixed(pool), "fixed"), *map(tau, of), *map(tau_gain, of),
-        rate(pool, "fixed"), *map(rate, of), *map(speedup, of),
+        tau(fixed(pool), "fixed"), *map(tau, of), macro_tau(fixed(pool), "fixed"), *map(macro_tau, of),
+        *map(tau_gain, of), rate(pool, "fixed"), *map(speedup, of),
     ]  # fmt: skip
 
 
-def _mean_row(
-    pair: str, title: str, temperature: float, found: dict[tuple[str, float], list[Estimate]], members: Sequence[str]
-) -> Row:
-    estimates = [found[name, temperature] for name in members]
+def _cells(estimates: Sequence[Estimate], inner: Sequence[str]) -> tuple[Cell, ...]:
+    """What ``_eight`` measured, in the order of the table's columns."""
+    *before, fixed_rate = estimates[: -len(inner)]
+    ratios = estimates[-len(inner) :]
+    rates = [fixed_rate, *(rate_beside(fixed_rate, ratio) for ratio in ratios)]
+    return tuple(map(cell, (*before, *rates, *ratios)))
+
+
+def _mean_cells(title: str, members: Sequence[list[Estimate]], inner: Sequence[str]) -> tuple[str, tuple[Cell, ...]]:
+    """Label and cells of a row of means."""
     # A workload counts where nothing at all is missing, or columns would be means of different workloads.
-    whole = [of for of in estimates if all(estimate.value is not None for estimate in of)]
-    counts = [of for of in estimates if any(estimate.value is not None for estimate in of)]
+    whole = [of for of in members if all(estimate.value is not None for estimate in of)]
+    counts = [of for of in members if any(estimate.value is not None for estimate in of)]
     kept = whole or counts
-    columns = [statistics.mean(column) for column in zip(*kept, strict=True)] if kept else []
-    cells = [cell(e) for e in columns] or [Cell(None, reason="no workload")] * len(estimates[0])
-    label = f"{title} ({len(kept)} of {len(members)})"
-    return Row((pair, label, f"{temperature:g}"), (text(""), *cells, text("")), f"{pair} means")
+    none = [Estimate(None, reason="no workload")] * len(members[0])
+    means = [statistics.mean(column) for column in zip(*kept, strict=True)] if kept else none
+    return f"{title} ({len(kept)} of {len(members)})", (text(""), *_cells(means, inner), text(""))
 
 
 def combinations(data: Runs, outer: Sequence[str] = OUTER, inner: Sequence[str] = INNER) -> Table:
@@ -166,18 +179,19 @@ def cross_domain(data: Runs) -> Table:
         ]  # fmt: skip
 
     columns = (Column("n, timed"), *part("full stream"), Column("switch at"), *part("after the switch"))
-    note = "After the switch: from the place on at which a stream first passes from one source to the next."
+    after_it = "After the switch: from the place on at which a stream first passes from one source to the next."
     labels = ("pair", "stream", "T", "adapter")
     return Table(
-        "cross_domain", "Streams that change domain", labels, columns, tuple(rows), data.runs, (note,), best_down=True
-    )
+        "cross_domain", "Streams that change domain", labels, columns, tuple(rows), data.runs,
+        (after_it, "tokens/s: the fixed draft's in each learner's own runs, and that times the speedup."),
+        best_down=True,
+    )  # fmt: skip
 
 
 def _stream_cells(pool: pd.DataFrame) -> list[Cell]:
-    return [
-        cell(tau(fixed(pool), "fixed")), cell(tau(pool)), cell(tau_gain(pool)),
-        cell(rate(pool, "fixed")), cell(rate(pool)), cell(speedup(pool)),
-    ]  # fmt: skip
+    own, ratio = rate(pool, "fixed"), speedup(pool)
+    found = (tau(fixed(pool), "fixed"), tau(pool), tau_gain(pool), own, rate_beside(own, ratio), ratio)
+    return [cell(each) for each in found]
 
 
 def after_switch(pool: pd.DataFrame) -> tuple[pd.DataFrame, str]:

@@ -10,17 +10,20 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tracedraft.analysis import statistics
+from tracedraft.analysis.check import development, unread
+from tracedraft.analysis.packed import ENDING
 from tracedraft.analysis.schema import Runs
 from tracedraft.analysis.statistics import Estimate
 from tracedraft.errors import UserError
 
-LENGTHS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, float("inf"))
 FREE = ("seed", "measure", "plain", "threads")  # of a config: what may differ between runs of one pool
 FREE_OF_WORKLOAD = ("seed", "limit")
 PAIR = ("target", "draft", "decode")
@@ -30,19 +33,45 @@ OF_RUNS = (
 )  # fmt: skip
 
 
-def chosen(data: Runs, *experiments: str | tuple[str, ...]) -> Runs:
-    """Finished runs on prompts that chose nothing.
+def chosen(data: Runs, *experiments: str | tuple[str, ...], tuning: bool = False) -> Runs:
+    """Finished runs on prompts that chose nothing; ``left_out`` names the others.
 
     Args:
         experiments: names, or beginnings of names, in the order of preference; those of a tuple together. The first
-            that there are runs of counts; all runs if there are none.
+            that there are such runs of counts; all runs if there are none of any, such or others.
+        tuning: on any prompts, for a table of settings.
     """
-    usable = data.runs["complete"] & (data.runs["split"] != "dev")
+    reasons = _reasons(data, tuning)
+    usable, asked = ~data.runs["run"].isin(reasons), pd.Series(False, index=data.runs.index)
     for names in experiments:
         named = data.runs["experiment"].map(lambda name: str(name).startswith(names))  # noqa: B023
+        asked |= named
         if (usable & named).any():
-            return where(data, usable & named)
-    return where(data, usable)
+            usable &= named
+            break
+    asked |= not asked.any()
+    usable &= asked
+    runs = data.runs[asked].sort_values(["experiment", "name", "run"])
+    dropped = [(path, reasons[run]) for run, path in zip(runs["run"], runs["path"], strict=True) if run in reasons]
+    others = set(data.runs["experiment"]) - set(runs["experiment"])
+    lost = [(path, why) for path, why in unread(data) if _experiment(path) not in others]
+    return dataclasses.replace(where(data, usable), left_out=(*lost, *dropped))
+
+
+def _reasons(data: Runs, tuning: bool) -> dict[str, str]:
+    """Why runs have no place in a table."""
+    found = dict.fromkeys(data.runs.loc[~data.runs["complete"], "run"], "did not finish")
+    if not tuning:
+        asked = dict.fromkeys(data.runs.loc[data.runs["split"] == "dev", "run"], "on the development split")
+        held = {run: f"{count} prompts of the development split" for run, count in development(data).items()}
+        found = asked | held | found
+    return found
+
+
+def _experiment(path: str) -> str:
+    """Of a run that could not be read: the name of its packed file, or of the folder that its own lies in."""
+    packed, ending, _ = path.partition(ENDING)
+    return Path(packed).name if ending else Path(path).parent.name
 
 
 def where(data: Runs, mask: pd.Series) -> Runs:
@@ -61,8 +90,10 @@ class Pools:
     """The pools of some runs, by what their runs have in common."""
 
     def __init__(self, data: Runs):
-        self.runs = data.runs
-        self.rows = data.conversations.merge(data.runs[list(OF_RUNS)], on="run", how="inner", validate="many_to_one")
+        # On the order depend sums of floats, and which of two repetitions counts.
+        self.runs = data.runs.sort_values(["experiment", "name", "run"])
+        rows = data.conversations.merge(data.runs[list(OF_RUNS)], on="run", how="inner", validate="many_to_one")
+        self.rows = rows.sort_values(["run", "index"], ignore_index=True)
 
     def of(self, **equal: Any) -> pd.DataFrame:
         """Conversations of runs whose columns have these values; those of a list, any of them.
@@ -140,13 +171,23 @@ def setting_of(config: dict[str, Any], keys: Iterable[str]) -> Any:
 
 def _setting(config: dict[str, Any], attempt: dict[str, Any]) -> dict[str, Any]:
     """What may not differ inside a pool, by dotted key."""
-    held = {key: value for key, value in config.items() if key not in FREE}
     # Of a stream the prompts served, and so their hash, depend on order and length.
     hashed = ("target_weights", "draft_weights", *(() if "sources" in config["workload"] else ("data",)))
     contents = {key: (attempt.get(key) or {}).get("sha256") for key in hashed}
-    flat = flattened({**held, "sha256": contents})
+    return settings({**config, "sha256": contents})
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config by dotted key, without what runs of one pool may differ in.
+
+    A stream's sources take its seed and its limit for theirs.
+    """
     free = tuple(f".{key}" for key in FREE_OF_WORKLOAD)
-    return {key: value for key, value in flat.items() if not (key.startswith("workload.") and key.endswith(free))}
+    return {
+        key: value
+        for key, value in flattened(config).items()
+        if key not in FREE and not (key.startswith("workload.") and key.endswith(free))
+    }
 
 
 def flattened(config: dict[str, Any]) -> dict[str, Any]:
@@ -192,8 +233,8 @@ def paired(pool: pd.DataFrame) -> pd.DataFrame:
     return found[found["paired_fixed_rounds"] > 0]
 
 
-def by_tokens(pool: pd.DataFrame) -> list[tuple[tuple[int, int], pd.DataFrame]]:
-    """Conversations by how many tokens they have: (above, up to), and those in between."""
+def by_tokens(pool: pd.DataFrame) -> list[tuple[tuple[float, float], pd.DataFrame]]:
+    """Conversations by how many tokens they have: (above, up to), the last without end, and those in between."""
     tokens = pool["paired_fixed_tokens"]
     return [((low, high), pool[(tokens > low) & (tokens <= high)]) for low, high in pairwise(LENGTHS)]
 
@@ -208,9 +249,9 @@ def measure(rows: pd.DataFrame, columns: Iterable[str], ratio: statistics.Ratio)
     if rows.empty or not rows["stateful"].iloc[0]:
         seeds = rows["seed"] if rows["seed"].nunique() > 1 else None
         return statistics.estimate(counts, ratio, prompts, seeds)
-    streams = rows["seed"].astype(str) + "/" + rows["order"].astype(str)
+    streams = rows["workload"] + "/" + rows["seed"].astype(str) + "/" + rows["order"].astype(str)
     units = statistics.blocks(streams.tolist(), prompts.tolist(), rows["position"].tolist())
-    orders = streams.nunique()
+    orders = int(streams.groupby(rows["workload"]).nunique().min())
     found = statistics.estimate(counts, ratio, units, streams if orders > 1 else None)
     if found.low is None or orders >= statistics.ORDERS:
         return found
@@ -222,6 +263,16 @@ def tau(pool: pd.DataFrame, arm: str = "adapted") -> Estimate:
     return _point(rows, [f"{arm}_accepted", f"{arm}_rounds"], statistics.tau)
 
 
+def macro_tau(pool: pd.DataFrame, arm: str = "adapted") -> Estimate:
+    """The mean of the conversations' own, in which a short one weighs as much as a long one."""
+    rows = counted(pool)
+    rows = rows[rows[f"{arm}_rounds"] > 0]
+    if rows.empty:
+        return Estimate(None, reason="no conversation")
+    own = statistics.tau(rows[[f"{arm}_accepted", f"{arm}_rounds"]].to_numpy(float))
+    return Estimate(float(own.mean()), n=len(rows))
+
+
 def tau_gain(pool: pd.DataFrame) -> Estimate:
     """The adapted arm's tau over the fixed one's, on the same tokens."""
     names = [f"paired_{arm}_{name}" for arm in ("fixed", "adapted") for name in ("accepted", "rounds")]
@@ -231,6 +282,16 @@ def tau_gain(pool: pd.DataFrame) -> Estimate:
 def rate(pool: pd.DataFrame, arm: str = "adapted") -> Estimate:
     """Tokens a second."""
     return _point(timed(pool), [f"{arm}_tokens", f"{arm}_seconds"], statistics.first_over_second)
+
+
+def rate_beside(fixed: Estimate, ratio: Estimate) -> Estimate:
+    """Tokens a second of a learner: those of the fixed draft times its speedup.
+
+    Fixed arms of different runs met a machine that was faster or slower; of each run only the ratio can be compared.
+    """
+    if fixed.value is None or ratio.value is None:
+        return Estimate(None, n=ratio.n, reason=ratio.reason or fixed.reason)
+    return Estimate(fixed.value * ratio.value, n=ratio.n)
 
 
 def speedup(pool: pd.DataFrame, training: bool = False) -> Estimate:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tracedraft.analysis.paper import INNER, OUTER, ordered, pair_name, temperatures
+from tracedraft.analysis.paper import INNER, OUTER, RATES, ordered, pair_name, temperatures
 from tracedraft.analysis.pooling import (
     Pools,
     alpha,
@@ -19,6 +19,7 @@ from tracedraft.analysis.pooling import (
     over_plain,
     paired_seconds,
     rate,
+    rate_beside,
     setting_of,
     speedup,
     tau,
@@ -84,13 +85,16 @@ def targets(data: Runs, workload: str = "gsm8k") -> Table:
             place = pair | {"workload": workload, "temperature": temperature}
             group = (pair_name(pair, pools), f"{temperature:g}")
             every = fixed(pools.of(**place))
-            plain = (Cell(1.0, n=len(every)), Cell(1.0) if len(paired_seconds(every, "plain")) else _none())
+            plain_runs = len(paired_seconds(every, "plain"))
+            plain = tuple(Cell(1.0, n=n) if n else _none() for n in (len(every), plain_runs))
             lines: list[tuple[str, tuple[Cell, ...]]] = [("plain", (*plain, cell(rate(every, "plain")), _none()))]
-            own = (tau(every, "fixed"), over_plain(every, "fixed"), rate(every, "fixed"))
+            level = rate(every, "fixed")
+            own = (tau(every, "fixed"), over_plain(every, "fixed"), level)
             lines += [("fixed", (*map(cell, own), Cell(1.0) if len(every) else _none()))]
             for method in methods(pools):
                 pool = pools.of(**place, adapter=method)
-                numbers = (tau(pool), over_plain(pool), rate(pool), speedup(pool))
+                ratio = speedup(pool)
+                numbers = (tau(pool), over_plain(pool), rate_beside(level, ratio), ratio)
                 lines.append((method, tuple(map(cell, numbers))))
             rows += [Row((*group, method), cells, " ".join(group)) for method, cells in lines]
     columns = (
@@ -101,7 +105,7 @@ def targets(data: Runs, workload: str = "gsm8k") -> Table:
     )
     title = f"Targets side by side: {workload}"
     labels = ("pair", "T", "method")
-    notes = ("Plain decoding is timed with plain=true only.",)
+    notes = ("Plain decoding is timed with plain=true only.", RATES)
     return Table("onlinespec_targets", title, labels, columns, tuple(rows), data.runs, notes, best_down=True)
 
 
@@ -135,7 +139,7 @@ def _time_row(labels: tuple[str, ...], pool: pd.DataFrame) -> Row:
     return Row(labels, (text(n), *numbers), labels[1])
 
 
-def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table:
+def sensitivity(data: Runs, title: str, keys: Sequence[str]) -> Table:
     """What a setting does where it alone varies, on any prompts: OnlineSPEC's tables 5 and 8, OSD's ablations.
 
     Args:
@@ -168,20 +172,19 @@ def sensitivity(data: Runs, name: str, title: str, keys: Sequence[str]) -> Table
     notes = [f"Runs that differ in {' or '.join(keys)}; prompts: {', '.join(sorted(set(runs['split']))) or '—'}."]
     if mixed:
         notes.append(f"Left out, since they differ in more than that: {', '.join(sorted(mixed))}.")
-    return Table(name, title, labels, tuple(columns), tuple(rows), runs, tuple(notes), best_down=True)
+    return Table("sensitivity", title, labels, tuple(columns), tuple(rows), runs, tuple(notes), best_down=True)
 
 
 Places = list[tuple[dict[str, Any], Any]]
 
 
 def varied(data: Runs, keys: Sequence[str]) -> tuple[pd.DataFrame, Places]:
-    """Finished runs of experiments that vary a setting of an adapter, with it as ``_value``.
+    """Runs of experiments that vary a setting of an adapter, with it as ``_value``.
 
     Returns:
         those runs, and in order what tells them apart but for the workload: columns of runs, and the setting.
     """
-    runs = data.runs[data.runs["complete"]]
-    runs = runs.assign(_value=[setting_of(config, keys) for config in runs["config"]])
+    runs = data.runs.assign(_value=[setting_of(config, keys) for config in data.runs["config"]])
     runs = runs[runs["_value"].notna()]
     groups = [alike for _, alike in runs.groupby(["experiment", "adapter"]) if alike["_value"].map(str).nunique() > 1]
     runs = pd.concat(groups) if groups else runs.iloc[:0]
@@ -224,7 +227,8 @@ def alphas(data: Runs, workloads: Sequence[str] = SHORT) -> Table:
     columns = tuple(Column(name, "tau", "alpha", name) for name in workloads)
     notes = (
         "alpha: accepted over tested drafted tokens; with decode.acceptance=rejection OSD's sum of min(p, q) in "
-        "expectation, with exact acceptance the target's share of the drafted token.",
+        "expectation, with exact acceptance the target's share of the drafted token. The sum over the vocabulary, "
+        "Σ min(p, q), is in no record.",
     )
     labels = ("pair", "T", "method")
     return Table(

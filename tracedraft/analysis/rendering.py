@@ -18,6 +18,7 @@ from tracedraft.files import write_atomically
 from tracedraft.report import MISSING, markdown
 
 DIGITS = 6  # significant, in CSV
+ENDINGS = (".md", ".tex", ".csv", ".html", ".provenance.json")
 SIGNIFICANT = "*"
 
 
@@ -196,28 +197,38 @@ def latex_escape(text: Any) -> str:
     return str(text).translate(_LATEX)
 
 
-def provenance(table: Table, source: str, left_out: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def provenance(table: Table, left_out: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """What the table was made from: runs, what they ran on, and what is not in it."""
     shown = [
         "run", "fingerprint", "experiment", "name", "target", "draft", "adapter", "workload", "temperature", "seed",
-        "order", "split", "measure", "conversations", "lossless", "audited", "mismatches", "near_ties", "hardware",
-        "threads", "workers", "code", "versions",
+        "order", "split", "measure", "source", "conversations", "lossless", "audited", "mismatches", "near_ties",
+        "hardware", "threads", "workers", "code", "versions",
     ]  # fmt: skip
     runs = table.runs.sort_values(["experiment", "name", "run"])[shown]
+    contents = [_contents(attempts) for attempts in table.runs.loc[runs.index, "attempts"]]
     return {
         "table": table.name,
-        "source": source,
-        "runs": [{key: _plain(value) for key, value in row.items()} for row in runs.to_dict("records")],
+        "runs": [
+            {key: _plain(value) for key, value in row.items()} | {"sha256": hashes}
+            for row, hashes in zip(runs.to_dict("records"), contents, strict=True)
+        ],
         "missing": table.missing(),
         "left_out": [{"run": run, "reason": reason} for run, reason in left_out],
         "warnings": list(table.warnings),
         "statistics": {
+            "interval": "Student's t on the logarithm, standard error by bootstrap",
             "resamples": statistics.RESAMPLES,
             "level": statistics.LEVEL,
             "tests": sum(cell.p is not None for _, _, cell in table.cells()),
             "correction": "Holm",
         },
     }
+
+
+def _contents(attempts: list[dict[str, Any]]) -> dict[str, str | None]:
+    """Hashes of the weights and the prompts; all attempts at a run have the same, or they would be another run."""
+    names = ("target_weights", "draft_weights", "data")
+    return {name: (attempts[0].get(name) or {}).get("sha256") for name in names}
 
 
 def _plain(value: Any) -> Any:
@@ -229,25 +240,27 @@ def _plain(value: Any) -> Any:
 def write(
     table: Table,
     folder: Path,
-    source: str = "records",
     left_out: Sequence[tuple[str, str]] = (),
     mark: str = SIGNIFICANT,
     strict: bool = False,
 ) -> list[Path]:
-    """Write ``NAME.md .tex .csv .html .provenance.json``.
+    """Write ``NAME`` with each of ``ENDINGS``.
+
+    Args:
+        left_out: (path or id of a run, why it is not in the table).
 
     Raises:
         Missing: ``strict``, and a cell has no value; the files are written all the same, to see which.
     """
-    made = {
-        ".md": as_markdown(table, mark),
-        ".tex": as_latex(table, mark),
-        ".csv": as_csv(table),
-        ".html": as_html(table, mark),
-        ".provenance.json": json.dumps(provenance(table, source, left_out), indent=1, ensure_ascii=False) + "\n",
-    }
+    made = (
+        as_markdown(table, mark),
+        as_latex(table, mark),
+        as_csv(table),
+        as_html(table, mark),
+        json.dumps(provenance(table, left_out), indent=1, ensure_ascii=False) + "\n",
+    )
     files = []
-    for ending, content in made.items():
+    for ending, content in zip(ENDINGS, made, strict=True):
         file = folder / f"{table.name}{ending}"
         write_atomically(file, lambda path: path.write_text(content, encoding="utf-8"), "choose another OUT")  # noqa: B023
         files.append(file)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Columns = dict[str, tuple[str, str]]  # name: (dtype, meaning)
 
+SERVING = tuple(phase for phase in PHASES if phase != "outer")  # of which a conversation's own seconds are the sum
 ARMS = ("fixed", "adapted", "plain")  # the last decodes without a draft; its columns are NaN in runs without it
 
 RUNS: Columns = {
@@ -93,7 +94,7 @@ CONVERSATIONS: Columns = {
     "turns": ("int64", "answered"),
     **_of_arms(
         "",
-        _COUNTS | {f"s_{phase}": ("float64", "seconds") for phase in PHASES if phase != "outer"} | _DEPTHS,
+        _COUNTS | {f"s_{phase}": ("float64", "seconds") for phase in SERVING} | _DEPTHS,
     ),
     "same": ("bool", "both arms said the same in every turn, and were paired"),
     # What ratios of the two arms are made of: turns in which both said the same; NaN without one. In ``plain`` also
@@ -138,9 +139,11 @@ class Runs:
     Attributes:
         runs, conversations, updates: frames with the columns of ``RUNS``, ``CONVERSATIONS`` and ``UPDATES``.
         problems: (path or id of a run, what is wrong with it), of all that was not read as it should have been.
+        left_out: (path or id of a run, why), of what ``pooling.chosen`` did not choose of the experiments given.
     """
 
     runs: pd.DataFrame
     conversations: pd.DataFrame
     updates: pd.DataFrame
     problems: list[tuple[str, str]]
+    left_out: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,6 @@ of their own, crossed with the prompts where runs share them: 3 orders of 20 pro
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +44,8 @@ class Estimate:
     Attributes:
         n: conversations in it.
         p: two-sided, that the ratio is 1.
-        replicates: [RESAMPLES] the ratio in each resample.
+        error: standard error of its logarithm.
+        df: degrees of freedom of that error.
     """
 
     value: float | None
@@ -54,11 +54,12 @@ class Estimate:
     p: float | None = None
     n: int = 0
     reason: str | None = None
-    replicates: NDArray[np.float64] | None = None
+    error: float | None = None
+    df: float | None = None
 
 
 def estimate(counts: ArrayLike, ratio: Ratio, units: ArrayLike, levels: ArrayLike | None = None) -> Estimate:
-    """The ratio of sums over rows, with a percentile-bootstrap interval.
+    """The ratio of sums over rows, with a t interval of its logarithm.
 
     Args:
         counts: [n, k], a row a conversation.
@@ -68,43 +69,76 @@ def estimate(counts: ArrayLike, ratio: Ratio, units: ArrayLike, levels: ArrayLik
     rows = np.asarray(counts, dtype=float)
     if not len(rows):
         return Estimate(None, reason="no conversation")
+    cube = cells(rows, units, levels)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(ratio(rows.sum(axis=0)))
-    if not np.isfinite(value):
+        value = float(ratio(cube.sum(axis=(0, 1))))
+    if not (np.isfinite(value) and value > 0):
         return Estimate(None, n=len(rows), reason="nothing was counted")
-    found = len(np.unique(np.asarray(units)))
-    if found < FEWEST:
-        return Estimate(value, n=len(rows), reason=f"{found} of {FEWEST} conversations or blocks for an interval")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        replicates = ratio(resampled(rows, units, levels))
-    return from_replicates(value, replicates, len(rows))
+    if len(cube) < FEWEST:
+        return Estimate(value, n=len(rows), reason=f"{len(cube)} of {FEWEST} conversations or blocks for an interval")
+    return with_interval(value, *standard_error(cube, ratio), len(rows))
 
 
-def from_replicates(value: float, replicates: NDArray[np.float64], n: int) -> Estimate:
-    """Interval and p-value by the share of resamples on either side; one that drew nothing does not count."""
-    drawn = replicates[np.isfinite(replicates)]
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    tail = min(np.sum(drawn <= 1), np.sum(drawn >= 1))
-    p = min(1.0, 2 * (tail + 1) / (len(drawn) + 1))
-    return Estimate(value, float(low), float(high), float(p), n, None, replicates)
+def with_interval(value: float, error: float, df: float, n: int) -> Estimate:
+    """Interval and p-value of a ratio by Student's t, from the standard error of its logarithm."""
+    from scipy.stats import t
+
+    factor = float(np.exp(t.ppf((1 + LEVEL) / 2, df) * error))
+    p = 2 * float(t.sf(abs(np.log(value)) / error, df)) if error else float(value == 1)
+    return Estimate(value, value / factor, value * factor, p, n, None, error, df)
 
 
-def resampled(rows: NDArray[np.float64], units: ArrayLike, levels: ArrayLike | None = None) -> NDArray[np.float64]:
-    """Sums of rows [n, k] in each resample [RESAMPLES, k].
+def standard_error(cube: NDArray[np.float64], ratio: Ratio) -> tuple[float, float]:
+    """Standard error of the logarithm of a ratio of sums, and its degrees of freedom.
 
-    Units and levels are drawn with replacement, each for itself, and a row counts the product (Owen, "The pigeonhole
-    bootstrap", 2007). Where every unit lies in one level only, this is drawing levels, and units below them.
+    Percentiles of resamples are far too narrow for few units: of 3, a true ratio of 1 is called significant in one
+    test of four. What the bootstrap yields is the variance, too small by (n - 1) / n, of drawing units alone, of
+    drawing levels alone, and, in what drawing both adds to those, of the rest. They estimate what mean squares do
+    in a two-way layout: the variance is units + levels - rest, with Satterthwaite's degrees of freedom. It can't be
+    less than either, though that difference may be by chance.
+
+    Args:
+        cube: [units, levels, k], see ``cells``.
     """
-    # Of their own per set of units: cells that drew alike could not be averaged.
-    named = "\n".join(map(str, np.asarray(units).tolist()))
-    random = np.random.default_rng(zlib.crc32(named.encode()))
+    units, levels = len(cube), cube.shape[1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        first, second, both = (_log_variance(ratio(sums)) for sums in resampled(cube))
+    of_units = first * units / (units - 1)
+    if levels == 1:
+        return float(np.sqrt(of_units)), units - 1.0
+    of_levels, degrees = second * levels / (levels - 1), (units - 1) * (levels - 1)
+    rest = max(both - first - second, 0.0) * units * levels / degrees
+    variance = max(of_units + of_levels - rest, of_units, of_levels)
+    spent = of_units**2 / (units - 1) + of_levels**2 / (levels - 1) + rest**2 / degrees
+    return float(np.sqrt(variance)), float(variance**2 / spent) if spent else units - 1.0
+
+
+def _log_variance(replicates: NDArray[np.float64]) -> float:
+    """Of those that drew something."""
+    logs = np.log(replicates)
+    return float(np.var(logs[np.isfinite(logs)]))
+
+
+def cells(rows: NDArray[np.float64], units: ArrayLike, levels: ArrayLike | None = None) -> NDArray[np.float64]:
+    """Sums of rows [n, k] by unit and level [units, levels, k], alike in whatever order the rows come."""
     held, unit = np.unique(np.asarray(units), return_inverse=True)
     known, level = np.unique(np.zeros(len(rows)) if levels is None else np.asarray(levels), return_inverse=True)
-    # Never [RESAMPLES, n] at once: hundreds of orders of hundreds of prompts would be gigabytes.
+    order = np.lexsort((*rows.T, level, unit))  # sums of floats depend on it
     cube = np.zeros((len(held), len(known), rows.shape[1]))
-    np.add.at(cube, (unit, level), rows)
-    by_level = (_multinomial(random, len(held)) @ cube.reshape(len(held), -1)).reshape(RESAMPLES, *cube.shape[1:])
-    return by_level[:, 0] if levels is None else np.einsum("rl,rlk->rk", _multinomial(random, len(known)), by_level)
+    np.add.at(cube, (unit[order], level[order]), rows[order])
+    return cube
+
+
+def resampled(cube: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """Sums [RESAMPLES, k] of what is drawn with replacement: units, levels, and both.
+
+    Of both each is drawn for itself, and a cell counts the product (Owen, "The pigeonhole bootstrap", 2007).
+    """
+    random = np.random.default_rng(0)
+    units, levels = (_multinomial(random, count) for count in cube.shape[:2])
+    # Never [RESAMPLES, n] at once: hundreds of orders of hundreds of prompts would be gigabytes.
+    by_level = (units @ cube.reshape(len(cube), -1)).reshape(RESAMPLES, *cube.shape[1:])
+    return by_level.sum(axis=1), levels @ cube.sum(axis=0), np.einsum("rl,rlk->rk", levels, by_level)
 
 
 def _multinomial(random: np.random.Generator, count: int) -> NDArray[np.float64]:
@@ -132,16 +166,19 @@ def blocks(runs: Sequence[Any], ids: Sequence[Any], positions: Sequence[int]) ->
 
 
 def mean(estimates: Sequence[Estimate]) -> Estimate:
-    """The plain mean of several estimates of which none is missing, each resampled for itself."""
+    """The plain mean of several independent estimates of which none is missing."""
     values = [e.value for e in estimates if e.value is not None]
     n = sum(e.n for e in estimates)
     if not values or len(values) < len(estimates):
         return Estimate(None, n=n, reason=f"{len(values)} of {len(estimates)} are there")
-    replicates = [e.replicates for e in estimates if e.replicates is not None]
     value = float(np.mean(values))
-    if len(replicates) < len(estimates):
+    known = [(e.value * e.error, e.df) for e in estimates if e.value and e.error is not None and e.df is not None]
+    if len(known) < len(estimates):
         return Estimate(value, n=n, reason="one of them has no interval")
-    found = from_replicates(value, np.mean(replicates, axis=0), n)
+    variances, degrees = np.array(known).T[0] ** 2, np.array(known).T[1]
+    whole = variances.sum()
+    df = whole**2 / np.sum(variances**2 / degrees) if whole else degrees.min()  # Welch and Satterthwaite
+    found = with_interval(value, float(np.sqrt(whole)) / len(values) / value, float(df), n)
     untested = next((e.reason for e in estimates if e.p is None), None)
     return found if untested is None else replace(found, p=None, reason=untested)
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from tracedraft.analysis import statistics
+from tracedraft.analysis.check import sharing
+from tracedraft.analysis.frames import BETWEEN
 from tracedraft.analysis.statistics import Estimate
 from tracedraft.errors import UserError
 
@@ -104,8 +106,8 @@ class Table:
 
 
 CAVEAT = (
-    f"°: fewer than {statistics.ORDERS} orders of the stream; the interval is over blocks of what there is, "
-    "and is not tested."
+    f"°: fewer than {statistics.ORDERS} orders of the stream; the interval is over what there is, says little of "
+    "others, and is not tested."
 )
 
 
@@ -148,8 +150,8 @@ def finished(table: Table, allow: Sequence[str] = ()) -> Table:
     notes = list(table.notes)
     if tested:
         notes.append(
-            f"95 % intervals by bootstrap over conversations; significant at 5 % after Holm's correction over the "
-            f"{len(tested)} tests of this table."
+            "95 % intervals by Student's t on the logarithm, its standard error by bootstrap over conversations; "
+            f"significant at 5 % after Holm's correction over the {len(tested)} tests of this table."
         )
     if any(cell.caveat for _, _, cell in table.cells()):
         notes.append(CAVEAT)
@@ -161,10 +163,19 @@ def finished(table: Table, allow: Sequence[str] = ()) -> Table:
 def guard(table: Table, allow: Sequence[str]) -> tuple[str, ...]:
     """Warnings to be shown; see ``finished``."""
     warnings = []
-    for what in ("hardware", "versions"):
-        if len(values := sorted(set(table.runs[what]))) > 1:
-            _refuse_unless(what in allow, table, what, f"runs of different {what}: {' | '.join(values)}")
-            warnings.append(f"Mixed {what}: {' | '.join(values)}.")
+    timed: list[Any] = table.runs[table.runs["measure"] == "time"].to_dict("records")
+    for what, name, values in (
+        ("hardware", "hardware", _values(table.runs["hardware"])),
+        ("hardware", "threads or workers", sorted({sharing(row) for row in timed})),
+        ("versions", "versions", _values(table.runs["versions"])),
+    ):
+        if len(values) > 1 or any(BETWEEN in value for value in values):
+            _refuse_unless(what in allow, table, what, f"runs of different {name}: {' | '.join(values)}")
+            warnings.append(f"Mixed {name}: {' | '.join(values)}.")
+    if len(commits := _values(table.runs["code"])) > 1:
+        warnings.append(f"Mixed code: {' | '.join(commits)} (+: with uncommitted changes).")
+    elif any(commit.endswith("+") for commit in commits):
+        warnings.append(f"Code with uncommitted changes: {commits[0]}.")
     failed = table.runs[table.runs["lossless"].map(lambda value: value is False)]
     if len(failed):
         names = ", ".join(
@@ -173,6 +184,11 @@ def guard(table: Table, allow: Sequence[str]) -> tuple[str, ...]:
         _refuse_unless("lossless" in allow, table, "lossless", f"runs whose output was not the target's: {names}")
         warnings.append(f"Not lossless: {names}.")
     return tuple(warnings)
+
+
+def _values(column: pd.Series) -> list[str]:
+    """What runs had, and each of their attempts."""
+    return sorted({value for values in column for value in values.split(BETWEEN)})
 
 
 def _refuse_unless(allowed: bool, table: Table, what: str, why: str) -> None:

@@ -6,17 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from tracedraft.analysis.pooling import FREE, FREE_OF_WORKLOAD, Pools, flattened, speedup, tau, tau_gain, where
+from tracedraft.analysis.pooling import Pools, settings, speedup, tau, tau_gain, where
 from tracedraft.analysis.schema import Runs
 from tracedraft.analysis.tables import Cell, Column, Row, Table, cell
 from tracedraft.report import varied
 
-POOLED = (*FREE, *(f"workload.{key}" for key in FREE_OF_WORKLOAD), "decode.temperature")
-
 
 def settings_table(data: Runs) -> Table:
     """A line a learner with its settings, in experiments that vary or try some; a group of columns a workload."""
-    data = where(data, data.runs["complete"])
     runs = pd.concat([_told(alike) for _, alike in data.runs.groupby("experiment")] or [data.runs.assign(told="")])
     tried = runs.groupby("experiment")["told"].transform(lambda told: (told != "").any()) | (runs["split"] == "dev")
     runs = runs[tried.astype(bool)].sort_values(
@@ -51,6 +48,6 @@ def _told(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs of an experiment, with what tells each from others of its workload and adapter."""
     rows: list[dict[str, Any]] = []
     for workload, adapter, config in zip(runs["workload"], runs["adapter"], runs["config"], strict=True):
-        kept = {key: value for key, value in flattened(config).items() if key not in POOLED}
+        kept = {key: value for key, value in settings(config).items() if key != "decode.temperature"}
         rows.append({"workload": workload, "adapter": adapter, "config": kept})
     return runs.assign(told=varied(rows))
