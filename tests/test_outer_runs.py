@@ -50,6 +50,26 @@ def test_output_is_the_targets_own_while_both_loops_learn(tmp_path, name, sample
     assert (summary["updates"]["committed"] > 0) == ("_" in name)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "changes", "rolled_back"),
+    [
+        ("osd", ("optimizer=sgd", "lr=1e38", "clip=null", "epochs=2"), {"non-finite loss": 3}),
+        ("ensemble", ("optimizer=sgd", "lrs=[1e38,1e-3]", "clip=null"), {}),
+    ],
+)
+def test_a_step_that_breaks_is_recorded_and_the_stream_goes_on(tmp_path, adapter, changes, rolled_back):
+    summary = run(tmp_path / "run", adapter, *(f"adapter.outer.{change}" for change in changes))
+    assert summary["outer"]["rolled_back"] == rolled_back
+    said = [r["outer"] for r in conversations(tmp_path / "run") if r["outer"]]
+    assert len(said) == 3
+    for outer in said:
+        assert None in (outer["learners"]["after"] if adapter == "ensemble" else outer["grad_norms"])
+    if adapter == "ensemble":  # all are alike before the first block
+        assert [outer["learners"]["best_lr_so_far"] for outer in said[1:]] == [1e-3] * 2
+        assert [outer["learners"]["losses"][0] for outer in said[1:]] == [None] * 2
+    mirror.row(conversations(tmp_path / "run")[1])
+
+
 @pytest.mark.parametrize("outer", ["osd", "optimistic", "ensemble"])
 def test_inner_learning_leaves_no_trace_in_the_outer_one(tmp_path, outer):
     """Contract 4, where what is learnt does not hang on what the draft got wrong: bit by bit the same drafts."""
@@ -75,15 +95,26 @@ def test_an_inner_learner_starts_anew_on_each_new_draft(tmp_path, monkeypatch):
     assert drifts == [(True, 0.0)] * 3
 
 
-@pytest.mark.parametrize("name", ["osd", "optimistic_reset", "ensemble_persistent"])
-@pytest.mark.parametrize("after", [3, 4])
-def test_a_run_goes_on_where_it_was_stopped(tmp_path, name, after):
-    """In the middle of a block, and right after one: counts, losses and drafts are the uninterrupted run's."""
-    run(tmp_path / "whole", name)
+SPOILT = ("meta=ens", "lrs=[1e-3,30.0]", "optimizer=sgd", "clip=null", "update_interval=1")  # the first is refused
 
-    interrupted(configured(name), tmp_path / "cut", after)
+
+@pytest.mark.parametrize(
+    ("name", "changes", "after"),
+    [
+        *((name, (), after) for name in ("osd", "optimistic_reset", "ensemble_persistent") for after in (3, 4)),
+        ("ensemble", SPOILT, 1),
+    ],
+)
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, name, changes, after):
+    """In the middle of a block, and right after one, served or refused: counts, losses and drafts are the
+    uninterrupted run's."""
+    changes = [f"adapter.outer.{change}" for change in changes]
+    whole = run(tmp_path / "whole", name, *changes)
+    assert bool(whole["outer"]["rolled_back"]) == bool(changes)
+
+    interrupted(configured(name, *changes), tmp_path / "cut", after)
     assert len(conversations(tmp_path / "cut")) == after
-    run(tmp_path / "cut", name)
+    run(tmp_path / "cut", name, *changes)
     one, other = untimed(tmp_path / "whole"), untimed(tmp_path / "cut")
     for record in (*one, *other):
         if record["outer"]:

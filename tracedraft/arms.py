@@ -88,7 +88,8 @@ def keep(arms: list[Arm], run: records.RunDir, count: int, learnt: dict[str, Any
         learnt: what an outer learner did after it.
     """
     for arm in arms:
-        if arm.outer and learnt and learnt["served"]:
+        # What a block that was rolled back left in the learner must outlast a restart as well.
+        if arm.outer and learnt and learnt["block"] is not None:
             run.keep_draft(count, partial(torch.save, arm.outer.weights()))
         if state := arm.state():
             run.keep_learner(count, partial(torch.save, state))

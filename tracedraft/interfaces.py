@@ -266,7 +266,7 @@ class OuterAdapter(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Any]:
-        """Weights and optimisers, which change only where ``end_conversation`` says so."""
+        """Weights and optimisers, which change only where ``end_conversation`` says of a ``block``."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None) -> None:

@@ -6,6 +6,7 @@ With ``objective=all`` it is what the OnlineSPEC repository calls OSD-EAGLE: the
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,11 +93,16 @@ class StepRule(Rule):
         if not self.keep:
             self.optimizer = self.steps.build(self.student.weights)
         # The first step of a whole block measures the same on its way.
-        before = None if self.steps.batch is None else room.loss(lessons)
+        loss = None if self.steps.batch is None else room.loss(lessons)
         losses, norms = self.steps.take(self.optimizer, room, lessons)
-        loss = losses[0] if before is None and losses else (before if before is not None else float("nan"))
-        broken = any(value != value for value in losses)
-        return Learnt(float("nan") if broken else loss, len(losses), {"grad_norms": norms})
+        if self.steps.batch is None and losses:
+            loss = losses[0]
+        if any(map(math.isnan, losses)):
+            loss = math.nan
+        return Learnt(loss, len(losses), {"grad_norms": norms})
+
+    def refuse(self, kept: dict[str, Any]) -> None:
+        self.load_state(kept)
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(self.optimizer.state_dict())
