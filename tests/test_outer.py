@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from conftest import CPU, chain
-from decode_cases import FIXED
+from decode_cases import FIXED, lm
 from outer_cases import (
     ALL,
     PROMPTS,
@@ -26,7 +25,7 @@ from outer_cases import (
 )
 
 from tracedraft.adapters.ensemble import EnsembleRule
-from tracedraft.adapters.lessons import Fault, Loss, Taught, asked, predictions
+from tracedraft.adapters.lessons import Fault, Loss, Taught, Teaching, asked, predictions
 from tracedraft.adapters.own_tokens import OwnTokens, Tokens
 from tracedraft.decode import respond
 from tracedraft.meter import Meter
@@ -87,12 +86,9 @@ def test_turns_after_the_first_teach_their_whole_prompt():
     assert len(made["anew"].taps) == len(made["anew"].tokens) - 1
 
 
-@pytest.mark.parametrize("teaching", [REJECTED, ALL])
-def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
-    """Prediction by prediction: KL of the target's distribution over the draft vocabulary to the served chain's."""
-    draft, lesson = new_draft(), lessons()[0]
-    places = torch.cartesian_prod(torch.arange(20, 32), torch.arange(4))  # this draft is refused at once all along
-    lesson = dataclasses.replace(lesson, rejected=places)
+def served_loss(draft, lesson: Lesson, teaching: Teaching) -> float:
+    """Prediction by prediction: KL of the target's distribution over the draft vocabulary to the served chain's, a
+    mean over refusals, whatever their depth, or weighed by 0.8^step."""
     rejected = teaching.objective is Taught.rejected
     total = mass = 0.0
     for slot, step in zip(*(x.tolist() for x in asked(lesson, teaching)), strict=True):
@@ -101,11 +97,18 @@ def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
             continue
         p = z[draft.head.vocab].float().softmax(0)
         q = served_logits(draft, lesson, slot, step).float().log_softmax(0)
-        weight = 1 if rejected else 0.8**step  # a mean over refusals, whatever their depth
+        weight = 1 if rejected else 0.8**step
         total += weight * float((p * (p.log() - q)).sum())
         mass += weight
+    return total / mass
+
+
+@pytest.mark.parametrize("teaching", [REJECTED, ALL])
+def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
+    places = torch.cartesian_prod(torch.arange(20, 32), torch.arange(4))  # this draft is refused at once all along
+    lesson = dataclasses.replace(lessons()[0], rejected=places)
     # fp32 sums of a few hundred terms in another order
-    assert classroom(teaching).loss([lesson]) == pytest.approx(total / mass, rel=1e-4)
+    assert classroom(teaching).loss([lesson]) == pytest.approx(served_loss(new_draft(), lesson, teaching), rel=1e-4)
 
 
 def test_one_update_at_one_refusal_teaches_that_prediction_and_no_shifted_one():
@@ -215,8 +218,8 @@ def test_turns_that_teach_nothing_are_passed_over(name, changes):
 
 @pytest.mark.parametrize("tokens", ["student", "mixed"])
 def test_own_tokens_are_the_drafts_and_their_teacher_the_targets(tokens):
-    draws = torch.Generator().manual_seed(0)
-    own = OwnTokens(new_draft(), TARGET, Tokens(tokens), 4, draws)
+    draws, draft = torch.Generator().manual_seed(0), new_draft()
+    own = OwnTokens(draft.student(), TARGET, Tokens(tokens), 4, draws)
     for old, new in zip(lessons() * 4, own.rewrite(lessons() * 4), strict=True):
         if new is old:
             assert tokens == "mixed"
@@ -229,7 +232,49 @@ def test_own_tokens_are_the_drafts_and_their_teacher_the_targets(tokens):
         seen = TARGET.prefill(new.tokens[:-1].tolist())
         torch.testing.assert_close(new.hidden, seen.hidden, rtol=0, atol=1e-4)
         torch.testing.assert_close(new.taps, seen.taps, rtol=0, atol=1e-4)
-        assert math.isfinite(classroom().loss([new]))
+        assert classroom().loss([new]) == pytest.approx(served_loss(draft, new, REJECTED), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+def test_own_tokens_are_drawn_as_the_draft_would_without_what_was_learnt_inside(kind):
+    """Against the served draft's own chain, drawn alike; then an inner learner turns its head about."""
+    draft = new_draft() if kind == "eagle3" else lm(TARGET)
+    student, lesson, slot = draft.student(), lessons()[0], 24
+
+    def pick(logits, depth):
+        p = logits.softmax(1)
+        return torch.multinomial(p, 1, generator=draws)[0], p
+
+    for seed in range(8):
+        draws = torch.Generator().manual_seed(seed)
+        draft.begin(64, int(lesson.tokens[0]))
+        draft.extend(lesson.taps[: slot + 1], lesson.tokens[1 : slot + 2])
+        expected = draft.propose(5, pick).tokens.tolist()
+        assert student.say(lesson, slot, 5, torch.Generator().manual_seed(seed)).tolist() == expected
+    said = student.say(lesson, slot, 5, torch.Generator().manual_seed(0))
+    draft.head.weight.neg_()
+    assert torch.equal(student.say(lesson, slot, 5, torch.Generator().manual_seed(0)), said)
+
+
+@pytest.mark.parametrize("tokens", ["teacher", "student"])
+@pytest.mark.parametrize("name", ["osd", "optimistic", "ensemble"])
+def test_recorded_verdicts_teach_the_same_whatever_was_learnt_inside(name, tokens):
+    """Contract 4 for what is learnt where the draft was refused: two learners are fed the same lessons, and the head
+    of one is changed in between, as inside a response."""
+    found = {}
+    for inner in (False, True):
+        draft = new_draft()
+        spec = outer(name, update_interval=1, guard="none", objective="rejected", tokens=tokens, student_tokens=3)
+        learner, served = spec.build(draft, TARGET, 0), []
+        for lesson in lessons():
+            if inner:
+                draft.head.weight.neg_()
+                draft.head.norm.mul_(1.5)
+            learner.observe(lesson)
+            served.append(learner.end_conversation(1.0)["weights_sha256"])
+        found[inner] = served
+    assert found[True] == found[False]
+    assert len(set(found[True])) == 3
 
 
 # How each learns

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from tracedraft.errors import UserError
 from tracedraft.types import (
@@ -155,6 +155,11 @@ class Student(ABC):
     @abstractmethod
     def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
         """Σ weights · objective over the asked predictions, with gradients for the masters."""
+
+    @abstractmethod
+    def say(self, lesson: Lesson, slot: int, length: int, draws: Generator) -> Tensor:
+        """[length] target ids that follow the true tokens up to slot + 1, each drawn from the masters' distribution
+        after those before it."""
 
     @abstractmethod
     def serve(self) -> str:
