@@ -87,7 +87,7 @@ class EnsembleSpec(BlockSpec):
         return 3 + 2 * len(self.lrs) * (1 + self.steps(self.lrs[0]).moments)
 
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
-        return placed(self.learner(self.student(draft), draft, target, seed), target)
+        return placed(self.learner(self.student(draft), target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         return EnsembleRule(self, student)

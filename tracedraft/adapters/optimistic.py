@@ -70,7 +70,7 @@ class OptimisticSpec(BlockSpec):
         return 5
 
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
-        return placed(self.learner(self.student(draft), draft, target, seed), target)
+        return placed(self.learner(self.student(draft), target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         if self.hint is Hint.momentum:
