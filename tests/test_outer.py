@@ -183,7 +183,7 @@ def test_no_shuffled_teacher_is_the_true_one(refusals):
     for length in range(50, 70):
         lesson = lessons()[0]
         lesson = dataclasses.replace(
-            lesson, tokens=lesson.tokens[:length], rejected=lesson.rejected[:refusals].clone()
+            lesson, tokens=lesson.tokens[:length], rejected=lesson.rejected[1 : refusals + 1]
         )
         true, made = (
             predictions(lesson, faulty(fault), TARGET.logits, draft.head.vocab)
