@@ -69,14 +69,19 @@ def faulty(fault: Fault, teaching: Teaching = REJECTED) -> Teaching:
 WORDS = {"a": "apples and pears", "b": "boats at sea"}
 
 
-def blocks(learner: OuterAdapter, count: int = 3, domains: str = "a") -> list[dict]:
-    """So many blocks of one conversation each, of the domains in turn."""
+def stream(**domains: int) -> list[Conversation]:
+    """So many conversations of each domain."""
+    return [Conversation(f"{d}/{n}", ("Why?",), d) for d, count in domains.items() for n in range(count)]
+
+
+def blocks(learner: OuterAdapter, count: int = 3, domains: str = "a", seconds: float = 1.0) -> list[dict]:
+    """So many conversations, of the domains in turn; what came of each."""
     found = []
     for n in range(count):
         domain = domains[n % len(domains)]
         learner.begin_conversation(Conversation(f"toy/{n}", (f"all about {WORDS[domain]}",), domain))
         learner.observe(lessons()[n % 3])
-        found.append(learner.end_conversation(1.0))
+        found.append(learner.end_conversation(seconds))
     return found
 
 

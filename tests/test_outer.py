@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
+from conftest import CPU, chain
+from decode_cases import FIXED, lm
 from outer_cases import (
     ALL,
     PROMPTS,
@@ -19,13 +20,18 @@ from outer_cases import (
     faulty,
     lessons,
     new_draft,
+    outer,
     weights_of,
 )
 
 from tracedraft.adapters.ensemble import EnsembleRule
-from tracedraft.adapters.lessons import Fault, Loss, asked, predictions
+from tracedraft.adapters.lessons import Fault, Loss, Taught, Teaching, asked, predictions
 from tracedraft.adapters.own_tokens import OwnTokens, Tokens
+from tracedraft.decode import respond
+from tracedraft.meter import Meter
 from tracedraft.models import losses
+from tracedraft.prefix import Prefix
+from tracedraft.transcript import Transcript
 from tracedraft.types import Lesson
 
 # What is taught
@@ -66,14 +72,6 @@ def test_a_lesson_holds_the_targets_own_pass_and_the_places_of_refusals(shape):
 
 def test_turns_after_the_first_teach_their_whole_prompt():
     """A resumed prefix brings its taps along."""
-    from conftest import CPU, chain
-    from decode_cases import FIXED
-
-    from tracedraft.decode import respond
-    from tracedraft.meter import Meter
-    from tracedraft.prefix import Prefix
-    from tracedraft.transcript import Transcript
-
     made, prompt = {}, PROMPTS[0] * 3
     for way in ("resumed", "anew"):
         prefix, draft = Prefix(), new_draft()
@@ -88,10 +86,10 @@ def test_turns_after_the_first_teach_their_whole_prompt():
     assert len(made["anew"].taps) == len(made["anew"].tokens) - 1
 
 
-@pytest.mark.parametrize("teaching", [REJECTED, ALL])
-def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
-    """Prediction by prediction: KL of the target's distribution over the draft vocabulary to the served chain's."""
-    draft, lesson = new_draft(), lessons()[0]
+def served_loss(draft, lesson: Lesson, teaching: Teaching) -> float:
+    """Prediction by prediction: KL of the target's distribution over the draft vocabulary to the served chain's, a
+    mean over refusals, whatever their depth, or weighed by 0.8^step."""
+    rejected = teaching.objective is Taught.rejected
     total = mass = 0.0
     for slot, step in zip(*(x.tolist() for x in asked(lesson, teaching)), strict=True):
         z = TARGET.logits(lesson.hidden[slot + step + 1][None])[0]
@@ -99,10 +97,18 @@ def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
             continue
         p = z[draft.head.vocab].float().softmax(0)
         q = served_logits(draft, lesson, slot, step).float().log_softmax(0)
-        total += 0.8**step * float((p * (p.log() - q)).sum())
-        mass += 0.8**step
+        weight = 1 if rejected else 0.8**step
+        total += weight * float((p * (p.log() - q)).sum())
+        mass += weight
+    return total / mass
+
+
+@pytest.mark.parametrize("teaching", [REJECTED, ALL])
+def test_the_loss_is_that_of_the_draft_as_it_serves(teaching):
+    places = torch.cartesian_prod(torch.arange(20, 32), torch.arange(4))  # this draft is refused at once all along
+    lesson = dataclasses.replace(lessons()[0], rejected=places)
     # fp32 sums of a few hundred terms in another order
-    assert classroom(teaching).loss([lesson]) == pytest.approx(total / mass, rel=1e-4)
+    assert classroom(teaching).loss([lesson]) == pytest.approx(served_loss(new_draft(), lesson, teaching), rel=1e-4)
 
 
 def test_one_update_at_one_refusal_teaches_that_prediction_and_no_shifted_one():
@@ -170,10 +176,50 @@ def test_labels_are_the_tokens_that_stand_there():
         assert (int(draft.head.vocab[at]) == token) == bool(weight)
 
 
+@pytest.mark.parametrize("refusals", range(1, 9))
+def test_no_shuffled_teacher_is_the_true_one(refusals):
+    """Whatever the seed, which is the turn's length; a refusal alone has no other teacher, and teaches nothing."""
+    draft = new_draft()
+    for length in range(50, 70):
+        lesson = lessons()[0]
+        lesson = dataclasses.replace(
+            lesson, tokens=lesson.tokens[:length], rejected=lesson.rejected[1 : refusals + 1]
+        )
+        true, made = (
+            predictions(lesson, faulty(fault), TARGET.logits, draft.head.vocab)
+            for fault in (Fault.none, Fault.shuffled_teacher)
+        )
+        assert sorted(made.rows.tolist()) == sorted(true.rows.tolist()) == list(range(refusals))
+        assert bool((made.rows == true.rows).any()) == (refusals == 1)
+        assert (made.weights.count_nonzero() > 0) == (refusals > 1)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("osd", {"batch": 1}), ("ensemble", {"batch": 1}), ("optimistic", {})])
+def test_turns_that_teach_nothing_are_passed_over(name, changes):
+    """All that was refused in them lies outside the draft's vocabulary."""
+    lesson = lessons()[0]
+    weights = predictions(lesson, REJECTED, TARGET.logits, new_draft().head.vocab).weights
+    nothing = dataclasses.replace(lesson, rejected=lesson.rejected[weights == 0])
+    assert len(nothing.rejected)
+    found = {}
+    for key, turns in {
+        "with": [lesson, nothing, lessons()[1]],
+        "without": [lesson, lessons()[1]],
+        "all": [nothing],
+    }.items():
+        learner, _ = built(name, objective="rejected", **changes)
+        for turn in turns:
+            learner.observe(turn)
+        found[key] = learner.end_conversation(1.0)
+    assert found["with"]["committed"]
+    assert found["with"]["weights_sha256"] == found["without"]["weights_sha256"]
+    assert (found["all"]["reason"], found["all"]["committed"]) == ("nothing to learn", False)
+
+
 @pytest.mark.parametrize("tokens", ["student", "mixed"])
 def test_own_tokens_are_the_drafts_and_their_teacher_the_targets(tokens):
-    draws = torch.Generator().manual_seed(0)
-    own = OwnTokens(new_draft(), TARGET, Tokens(tokens), 4, draws)
+    draws, draft = torch.Generator().manual_seed(0), new_draft()
+    own = OwnTokens(draft.student(), TARGET, Tokens(tokens), 4, draws)
     for old, new in zip(lessons() * 4, own.rewrite(lessons() * 4), strict=True):
         if new is old:
             assert tokens == "mixed"
@@ -186,7 +232,49 @@ def test_own_tokens_are_the_drafts_and_their_teacher_the_targets(tokens):
         seen = TARGET.prefill(new.tokens[:-1].tolist())
         torch.testing.assert_close(new.hidden, seen.hidden, rtol=0, atol=1e-4)
         torch.testing.assert_close(new.taps, seen.taps, rtol=0, atol=1e-4)
-        assert math.isfinite(classroom().loss([new]))
+        assert classroom().loss([new]) == pytest.approx(served_loss(draft, new, REJECTED), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+def test_own_tokens_are_drawn_as_the_draft_would_without_what_was_learnt_inside(kind):
+    """Against the served draft's own chain, drawn alike; then an inner learner turns its head about."""
+    draft = new_draft() if kind == "eagle3" else lm(TARGET)
+    student, lesson, slot = draft.student(), lessons()[0], 24
+
+    def pick(logits, depth):
+        p = logits.softmax(1)
+        return torch.multinomial(p, 1, generator=draws)[0], p
+
+    for seed in range(8):
+        draws = torch.Generator().manual_seed(seed)
+        draft.begin(64, int(lesson.tokens[0]))
+        draft.extend(lesson.taps[: slot + 1], lesson.tokens[1 : slot + 2])
+        expected = draft.propose(5, pick).tokens.tolist()
+        assert student.say(lesson, slot, 5, torch.Generator().manual_seed(seed)).tolist() == expected
+    said = student.say(lesson, slot, 5, torch.Generator().manual_seed(0))
+    draft.head.weight.neg_()
+    assert torch.equal(student.say(lesson, slot, 5, torch.Generator().manual_seed(0)), said)
+
+
+@pytest.mark.parametrize("tokens", ["teacher", "student"])
+@pytest.mark.parametrize("name", ["osd", "optimistic", "ensemble"])
+def test_recorded_verdicts_teach_the_same_whatever_was_learnt_inside(name, tokens):
+    """Contract 4 for what is learnt where the draft was refused: two learners are fed the same lessons, and the head
+    of one is changed in between, as inside a response."""
+    found = {}
+    for inner in (False, True):
+        draft = new_draft()
+        spec = outer(name, update_interval=1, guard="none", objective="rejected", tokens=tokens, student_tokens=3)
+        learner, served = spec.build(draft, TARGET, 0), []
+        for lesson in lessons():
+            if inner:
+                draft.head.weight.neg_()
+                draft.head.norm.mul_(1.5)
+            learner.observe(lesson)
+            served.append(learner.end_conversation(1.0)["weights_sha256"])
+        found[inner] = served
+    assert found[True] == found[False]
+    assert len(set(found[True])) == 3
 
 
 # How each learns
@@ -231,27 +319,57 @@ def test_momentum_as_published_starts_anew_each_block_and_persistent_does_not():
 
 @pytest.mark.parametrize("meta", ["hedge", "ens"])
 def test_an_ensemble_serves_the_average_that_its_rule_says(meta):
+    """And what it records: each base learner's loss before it learns from the block, as the last one left it."""
     lrs = [1e-3, 4e-3]
     learner, _ = built("ensemble", lrs=lrs, meta=meta, tau=0.2, epsilon=0.5, epochs=1, batch=None, optimizer="sgd")
     rooms = [classroom(ALL) for _ in lrs]
     served, totals = weights_of(rooms[0].student), [0.0, 0.0]
     for n, seen in enumerate(blocks(learner)):
-        scores = []
+        scores, unseen = [], [room.loss([lessons()[n]]) for room in rooms]
         for i, (room, lr) in enumerate(zip(rooms, lrs, strict=True)):
             if meta == "hedge":
                 with torch.no_grad():
                     for name, weight in room.student.weights.items():
                         weight.copy_(served[name])
-            totals[i] += room.loss([lessons()[n]])
+            totals[i] += room.loss([lessons()[n]]) or 0.0
             room.gradient([lessons()[n]])
             torch.optim.SGD(room.student.weights.values(), lr).step()
-            scores.append(-room.loss([lessons()[n]]) / 0.2 if meta == "hedge" else -0.5 * totals[i])
+            after = room.loss([lessons()[n]])
+            assert after is not None
+            scores.append(-after / 0.2 if meta == "hedge" else -0.5 * totals[i])
         p = torch.tensor(scores).softmax(0).tolist()
         assert seen["learners"]["p"] == pytest.approx(p, rel=1e-3)
+        assert seen["learners"]["losses"] == pytest.approx(unseen, rel=1e-4)
         weights = [weights_of(room.student) for room in rooms]
         served = {name: p[0] * weights[0][name] + p[1] * weights[1][name] for name in served}
     for name, weight in learner.student.weights.items():
         torch.testing.assert_close(weight.detach(), served[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_block_speaks_against_the_learner_that_spoilt_it():
+    """Those of ens go on as without a guard, so their shares are the same; what spoils the average loses its own."""
+    found = {}
+    for guard in ("none", "block"):
+        changes: dict = {"lrs": [0.03, 30.0], "optimizer": "sgd", "batch": None, "epochs": 1, "clip": None}
+        spec = outer("ensemble", update_interval=1, guard=guard, meta="ens", **changes)
+        found[guard] = blocks(spec.build(new_draft(), TARGET, 0), 4)
+    assert [seen["learners"] for seen in found["block"]] == [seen["learners"] for seen in found["none"]]
+    assert [seen["committed"] for seen in found["block"]] == [False, True, True, True]
+    assert all(seen["committed"] for seen in found["none"])
+    p = [seen["learners"]["p"][1] for seen in found["block"]]
+    assert p[0] == 0.5
+    assert max(p[1:]) < 1e-3
+
+
+def test_a_refused_block_leaves_hedges_next_one_as_if_it_had_not_been():
+    """They start from what is served, with the optimisers of then; only the losses of before are as it left them."""
+    changes: dict = {"lrs": [0.03, 30.0], "tau": 1e9, "optimizer": "sgd", "momentum": 0.9, "batch": None}
+    spec = outer("ensemble", update_interval=1, guard="block", clip=None, **changes)
+    learner = spec.build(new_draft(), TARGET, 0)
+    assert not blocks(learner, 1)[0]["committed"]
+    first, other = (blocks(each, 1)[0] for each in (learner, spec.build(new_draft(), TARGET, 0)))
+    assert first["learners"]["after"] == other["learners"]["after"]
+    assert first["learners"]["losses"] != other["learners"]["losses"]
 
 
 def test_the_best_of_an_ensemble_alone():

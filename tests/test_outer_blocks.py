@@ -6,7 +6,6 @@ import dataclasses
 import time
 from itertools import pairwise
 
-import psutil
 import pytest
 import torch
 from outer_cases import (
@@ -17,10 +16,13 @@ from outer_cases import (
     lessons,
     new_draft,
     outer,
+    stream,
     weights_of,
 )
 
+from tracedraft.adapters import blocks as learning
 from tracedraft.errors import UserError
+from tracedraft.summary import summarise
 from tracedraft.types import Conversation
 
 # What becomes of a block
@@ -104,18 +106,44 @@ def test_blocks_come_when_they_are_due():
     assert [n for n, seen in enumerate(blocks(learner, 12), 1) if seen] == [5, 8, 11]
 
 
-def test_a_budget_bounds_the_share_of_time_and_its_schedule_repeats_it(monkeypatch):
-    clock = iter(range(10**6))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # so each block takes one second
-    spec = outer("osd", update_interval=1, budget=0.1)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_budget_bounds_the_share_of_time_and_its_schedule_repeats_it(monkeypatch, interval):
+    """On a clock by which a turn takes ten seconds to serve and about one to learn. What the first block costs nobody
+    knows before."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    learn = learning.learn
+
+    def learn_on_the_clock(rule, room, lessons, *rest):
+        now[0] += sum(len(lesson.tokens) for lesson in lessons) / 80
+        return learn(rule, room, lessons, *rest)
+
+    monkeypatch.setattr(learning, "learn", learn_on_the_clock)
+    spec = outer("osd", update_interval=interval, budget=0.05)
     learner = spec.build(new_draft(), TARGET, 0)
-    found = blocks(learner, 30)
-    learnt = [n for n, seen in enumerate(found, 1) if seen and seen["block"]]
-    assert 2 <= len(learnt) < 30
-    assert len(learnt) / (30 + len(learnt)) <= 0.1
-    again = dataclasses.replace(spec, budget=None, schedule=[[n, n] for n in learnt]).build(new_draft(), TARGET, 0)
-    repeated = [seen for seen in blocks(again, 30) if seen]
-    assert [s["weights_sha256"] for s in repeated] == [s["weights_sha256"] for s in found if s and s["block"]]
+    found = blocks(learner, 60, seconds=10.0)
+    learnt = [(n, seen) for n, seen in enumerate(found, 1) if seen and seen["block"]]
+    assert 5 < len(learnt) < 40
+    spent = learnt[0][1]["seconds"]
+    for n, seen in learnt[1:]:
+        spent += seen["seconds"]
+        assert spent <= 0.05 * (10.0 * n + spent) + 1e-9
+        assert seen["lessons"] == interval
+    assert {seen["reason"] for seen in found if seen and not seen["block"]} == {"over budget"}
+    assert sum(seen["lessons"] + seen["dropped"] for _, seen in learnt) == learnt[-1][0]
+    again = dataclasses.replace(spec, schedule=[[n, n] for n, _ in learnt]).build(new_draft(), TARGET, 0)
+    repeated = [seen for seen in blocks(again, 60) if seen]
+    assert [seen["weights_sha256"] for seen in repeated] == [seen["weights_sha256"] for _, seen in learnt]
+
+
+@pytest.mark.parametrize("name", ["osd", "optimistic", "ensemble"])
+def test_a_block_of_refused_conversations_teaches_nothing(name):
+    """Their first turn was too long for the target's context."""
+    learner = outer(name, update_interval=2).build(new_draft(), TARGET, 0)
+    assert learner.end_conversation(0.0) is None
+    seen = learner.end_conversation(0.0)
+    assert (seen["reason"], seen["block"], seen["served"], seen["seconds"]) == ("nothing to learn", None, False, 0.0)
+    assert blocks(learner, 1)[0]["block"] == 1  # with the first turn that there is
 
 
 def test_a_small_buffer_drops_the_oldest_turns_and_says_so():
@@ -133,6 +161,8 @@ def test_a_small_buffer_drops_the_oldest_turns_and_says_so():
         ("osd", {"lr": -1.0}, "adapter.outer.lr=-1.0"),
         ("osd", {"tokens": "student", "objective": "all"}, "adapter.outer.objective=.*rejected; see tokens"),
         ("osd", {"budget": 2.0}, "adapter.outer.budget=2.0"),
+        ("osd", {"routing": "label", "budget": 0.1}, "adapter.outer.routing=.*none with a budget or a schedule"),
+        ("osd", {"routing": "label", "schedule": [[1, 1]]}, "adapter.outer.routing=.*none with a budget"),
         ("ensemble", {"lrs": [1e-3]}, "two step sizes or more"),
         ("optimistic", {"epochs": 3}, "hint=gradient"),
     ],
@@ -144,9 +174,9 @@ def test_settings_that_cannot_work_name_their_key(name, changes, says):
 
 def test_what_does_not_fit_the_run_is_refused_before_it():
     with pytest.raises(UserError, match="update_interval=8: the stream has 5 conversations"):
-        outer("osd").check_stream(5, timed=True)
+        outer("osd").check_stream(stream(a=5), timed=True)
     with pytest.raises(UserError, match="measure=acceptance"):
-        outer("osd", budget=0.05).check_stream(50, timed=False)
+        outer("osd", budget=0.05).check_stream(stream(a=50), timed=False)
     with pytest.raises(UserError, match="buffer_mib=1e"):
         outer("osd", buffer_mib=1e9).build(new_draft(), TARGET, 0)
 
@@ -158,6 +188,35 @@ def test_what_does_not_fit_the_run_is_refused_before_it():
 
 
 # Routing
+
+
+def test_a_block_longer_than_a_domains_share_is_refused_where_each_has_a_draft():
+    for routing in ("label", "classifier"):
+        spec = outer("osd", routing=routing)
+        spec.check_stream(stream(a=8, b=8), timed=True)
+        with pytest.raises(UserError, match="update_interval=8: domain b of the stream has 7 conversations"):
+            spec.check_stream(stream(a=8, b=7), timed=True)
+    outer("osd").check_stream(stream(a=8, b=7), timed=True)
+
+
+def test_routing_is_timed_and_its_memory_is_all_that_is_held():
+    """Masters and those of the start: plain SGD keeps nothing. Choosing takes 0.2 s here."""
+    spec = outer("osd", update_interval=2, routing="label", optimizer="sgd")
+    learner = spec.build(new_draft(), TARGET, 0)
+    choose = learner.router.domain
+
+    def slowly(conversation):
+        time.sleep(0.2)
+        return choose(conversation)
+
+    learner.router.domain = slowly
+    found = blocks(learner, 3, "ab")
+    size = sum(weight.nbytes for weight in new_draft().student().weights.values()) / 2**20
+    assert [seen["route"]["memory_mib"] for seen in found] == pytest.approx([2 * size, 4 * size, 4 * size])
+    assert all(0.2 < seen["route"]["seconds"] < seen["seconds"] for seen in found)
+    assert [seen["block"] for seen in found] == [None, None, 1]
+    timed = summarise([{"id": "toy/0", "refused": None, "turns": [], "outer": seen} for seen in found])
+    assert timed["outer"]["seconds"] == pytest.approx(sum(seen["seconds"] for seen in found))
 
 
 @pytest.mark.parametrize("routing", ["label", "classifier"])
@@ -192,55 +251,3 @@ def test_a_classifier_routes_what_it_was_never_told():
         assert learner.end_conversation(None)["route"] | {"memory_mib": 0} == {
             "domain": domain, "label": "unknown", "seconds": None, "drafts": 2, "memory_mib": 0,
         }  # fmt: skip
-
-
-# In the background
-
-
-def test_a_block_learnt_in_the_background_is_the_one_learnt_here_and_served_when_it_is_ready():
-    """Bit by bit, but for the product with the head, which is a plain one there."""
-    changes = {"update_interval": 1, "background": True, "schedule": [[1, 3], [3, 4], [5, 6]]}
-    draft = new_draft()
-    learner = outer("osd", **changes).build(draft, TARGET, 0)
-    served, found = [draft.model], []
-    for seen in (blocks(learner, 1)[0] for _ in range(6)):
-        found.append(seen)
-        served.append(draft.model)
-    learner.close()
-    assert [bool(seen) for seen in found] == [False, False, True, True, False, True]
-    assert [a is b for a, b in pairwise(served)] == [True, True, False, False, True, False]
-    here = outer("osd", update_interval=1).build(new_draft(), TARGET, 0)
-    for n, seen in zip((1, 2, 2), [seen for seen in found if seen], strict=True):
-        for _ in range(n):
-            here.observe(lessons()[0])
-        expected = here.end_conversation(1.0)
-        assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert seen["drift"] == pytest.approx(expected["drift"], rel=1e-3)
-        assert seen["lessons"] == expected["lessons"] == n
-
-
-def test_what_was_being_learnt_in_the_background_is_learnt_again_after_a_restart():
-    changes = {"update_interval": 1, "background": True, "schedule": [[1, 2], [2, 4]]}
-    spec = outer("osd", **changes)
-    learner = spec.build(new_draft(), TARGET, 0)
-    blocks(learner, 3)
-    again = spec.build(new_draft(), TARGET, 0)
-    again.load_state(learner.state(), learner.weights())
-    one, other = blocks(learner, 1)[0], blocks(again, 1)[0]
-    learner.close()
-    again.close()
-    assert one["weights_sha256"] == other["weights_sha256"]
-    assert one["block"] == other["block"] == 2
-
-
-def test_a_background_process_rests_while_another_arm_is_timed():
-    learner = outer("osd", update_interval=1, background=True).build(new_draft(), TARGET, 0)
-    blocks(learner, 1)
-    process = psutil.Process(learner.process.pid)
-    for resting in (True, False):
-        learner.rest(resting)
-        deadline = time.monotonic() + 30
-        while (process.status() == psutil.STATUS_STOPPED) is not resting:
-            assert time.monotonic() < deadline
-    learner.close()
-    assert not process.is_running()

@@ -12,7 +12,10 @@ from omegaconf import DictConfig
 from run_cases import SAMPLED, composed, conversations, interrupted, untimed
 
 from tracedraft import arms, measure, mirror, records
+from tracedraft.adapters import osd
 from tracedraft.adapters.background import BackgroundLearner
+from tracedraft.adapters.blocks import BlockLearner
+from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.errors import UserError
 
 OUTER = ("workload=sample_math", "workload.limit=6", "adapter.outer.update_interval=2", "decode.max_new_tokens=40")
@@ -29,7 +32,7 @@ def run(folder: Path, adapter: str, *overrides: str) -> dict:
 
 def learnt(folder: Path) -> list[str]:
     """Hashes of the drafts that were served, block by block."""
-    return [r["outer"]["weights_sha256"] for r in conversations(folder) if r["outer"]]
+    return [r["outer"]["weights_sha256"] for r in conversations(folder) if r["outer"] and r["outer"]["block"]]
 
 
 @pytest.mark.parametrize("sampled", [(), SAMPLED])
@@ -48,6 +51,26 @@ def test_output_is_the_targets_own_while_both_loops_learn(tmp_path, name, sample
     assert summary["tokens_per_s_with_training"] < summary["tokens_per_s"]
     assert len(set(learnt(tmp_path / "run"))) == 3
     assert (summary["updates"]["committed"] > 0) == ("_" in name)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "changes", "rolled_back"),
+    [
+        ("osd", ("optimizer=sgd", "lr=1e38", "clip=null", "epochs=2"), {"non-finite loss": 3}),
+        ("ensemble", ("optimizer=sgd", "lrs=[1e38,1e-3]", "clip=null"), {}),
+    ],
+)
+def test_a_step_that_breaks_is_recorded_and_the_stream_goes_on(tmp_path, adapter, changes, rolled_back):
+    summary = run(tmp_path / "run", adapter, *(f"adapter.outer.{change}" for change in changes))
+    assert summary["outer"]["rolled_back"] == rolled_back
+    said = [r["outer"] for r in conversations(tmp_path / "run") if r["outer"]]
+    assert len(said) == 3
+    for outer in said:
+        assert None in (outer["learners"]["after"] if adapter == "ensemble" else outer["grad_norms"])
+    if adapter == "ensemble":  # all are alike before the first block
+        assert [outer["learners"]["best_lr_so_far"] for outer in said[1:]] == [1e-3] * 2
+        assert [outer["learners"]["losses"][0] for outer in said[1:]] == [None] * 2
+    mirror.row(conversations(tmp_path / "run")[1])
 
 
 @pytest.mark.parametrize("outer", ["osd", "optimistic", "ensemble"])
@@ -75,15 +98,26 @@ def test_an_inner_learner_starts_anew_on_each_new_draft(tmp_path, monkeypatch):
     assert drifts == [(True, 0.0)] * 3
 
 
-@pytest.mark.parametrize("name", ["osd", "optimistic_reset", "ensemble_persistent"])
-@pytest.mark.parametrize("after", [3, 4])
-def test_a_run_goes_on_where_it_was_stopped(tmp_path, name, after):
-    """In the middle of a block, and right after one: counts, losses and drafts are the uninterrupted run's."""
-    run(tmp_path / "whole", name)
+SPOILT = ("meta=ens", "lrs=[1e-3,30.0]", "optimizer=sgd", "clip=null", "update_interval=1")  # the first is refused
 
-    interrupted(configured(name), tmp_path / "cut", after)
+
+@pytest.mark.parametrize(
+    ("name", "changes", "after"),
+    [
+        *((name, (), after) for name in ("osd", "optimistic_reset", "ensemble_persistent") for after in (3, 4)),
+        ("ensemble", SPOILT, 1),
+    ],
+)
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, name, changes, after):
+    """In the middle of a block, and right after one, served or refused: counts, losses and drafts are the
+    uninterrupted run's."""
+    changes = [f"adapter.outer.{change}" for change in changes]
+    whole = run(tmp_path / "whole", name, *changes)
+    assert bool(whole["outer"]["rolled_back"]) == bool(changes)
+
+    interrupted(configured(name, *changes), tmp_path / "cut", after)
     assert len(conversations(tmp_path / "cut")) == after
-    run(tmp_path / "cut", name)
+    run(tmp_path / "cut", name, *changes)
     one, other = untimed(tmp_path / "whole"), untimed(tmp_path / "cut")
     for record in (*one, *other):
         if record["outer"]:
@@ -128,7 +162,7 @@ def test_what_ran_in_the_background_is_repeated_by_its_schedule(tmp_path, monkey
         patched.setattr(BackgroundLearner, "_ready", lambda self: self.pipe.poll(60))  # however slow a start is here
         run(tmp_path / "timed", "osd_reset", "adapter.outer.background=true")
     found = [(r["index"] + 1, r["outer"]) for r in conversations(tmp_path / "timed") if r["outer"]]
-    schedule = [[outer["submitted"], at] for at, outer in found]
+    schedule = [[outer["submitted"], at] for at, outer in found if outer["block"]]
     assert schedule
     run(tmp_path / "again", "osd_reset", "adapter.outer.background=true", f"adapter.outer.schedule={schedule}")
     assert learnt(tmp_path / "timed") == learnt(tmp_path / "again")
@@ -137,6 +171,60 @@ def test_what_ran_in_the_background_is_repeated_by_its_schedule(tmp_path, monkey
         for way in ("timed", "again")
     )
     assert first == again
+
+
+def test_a_response_sees_one_draft_though_another_is_ready(tmp_path, monkeypatch):
+    """Each waits at its end until the block in the background is learnt; that is served between two responses."""
+    answering, served, response_of, serve = [], [], measure.response_of, Eagle3Draft._serve
+    learners = []
+
+    def noted(learner, target):
+        learners.append(BackgroundLearner(learner, target))
+        return learners[-1]
+
+    def answer(bench, arm, *rest):
+        answering.append(arm)
+        made = response_of(bench, arm, *rest)
+        if arm.outer and learners[0].flying is not None:
+            assert learners[0].pipe.poll(120)
+        answering.pop()
+        return made
+
+    def noting(draft, model):
+        served.append(bool(answering))
+        serve(draft, model)
+
+    monkeypatch.setattr(osd, "placed", noted)
+    monkeypatch.setattr(measure, "response_of", answer)
+    monkeypatch.setattr(Eagle3Draft, "_serve", noting)
+    run(tmp_path / "run", "osd", "adapter.outer.background=true")
+    assert len(learnt(tmp_path / "run")) == 2  # the third is submitted after the last conversation
+    assert served == [False] * (2 + 2)  # of two arms, and two blocks
+
+
+@pytest.mark.parametrize("plain", ["true", "false"])
+def test_what_learns_in_the_background_rests_but_while_its_own_arm_serves(tmp_path, monkeypatch, plain):
+    """Also in the audit, and while records are written; it runs while it is asked what it has learnt."""
+    seen, resting = [], [False]
+    monkeypatch.setattr(BlockLearner, "rest", lambda self, rests: resting.__setitem__(0, rests))
+
+    def noting(of, name, key):
+        real = getattr(of, name)
+
+        def noted(*arguments):
+            seen.append((key(arguments), resting[0]))
+            return real(*arguments)
+
+        monkeypatch.setattr(of, name, noted)
+
+    noting(measure, "response_of", lambda arguments: arguments[1].name if arguments[1] else "plain")
+    noting(measure, "turn_record", lambda arguments: "audit")
+    noting(measure, "keep", lambda arguments: "record")
+    noting(BlockLearner, "end_conversation", lambda arguments: "learn")
+    run(tmp_path / "run", "osd", f"plain={plain}", "workload=sample_chat", "workload.limit=2")
+    runs = {"adapted", "learn"}
+    assert set(seen) == {(key, key not in runs) for key, _ in seen}
+    assert {key for key, _ in seen} == {"fixed", "audit", "record"} | runs | ({"plain"} if plain == "true" else set())
 
 
 def test_the_mirror_shows_what_was_learnt(tmp_path):

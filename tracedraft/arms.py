@@ -49,9 +49,13 @@ class Arm:
             self.outer.close()
 
     def end_conversation(self, seconds: float | None, seed: int) -> dict[str, Any] | None:
-        """Learn between requests, where that is due; what the record says of it."""
+        """Learn between requests, where that is due; what the record says of it.
+
+        What learns in the background does so while its own arm serves, and at no other time.
+        """
         self.rest(False)
         learnt = self.outer.end_conversation(seconds) if self.outer else None
+        self.rest(True)
         if learnt and learnt["served"]:
             self.rebuild(seed)
         return learnt
@@ -64,6 +68,7 @@ class Arm:
     def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None, seed: int) -> None:
         if self.outer:
             self.outer.load_state(state["outer"], weights)
+            self.rest(True)
             self.rebuild(seed)
             state = state["inner"]
         if state is not None:
@@ -88,7 +93,8 @@ def keep(arms: list[Arm], run: records.RunDir, count: int, learnt: dict[str, Any
         learnt: what an outer learner did after it.
     """
     for arm in arms:
-        if arm.outer and learnt and learnt["served"]:
+        # What a block that was rolled back left in the learner must outlast a restart as well.
+        if arm.outer and learnt and learnt["block"] is not None:
             run.keep_draft(count, partial(torch.save, arm.outer.weights()))
         if state := arm.state():
             run.keep_learner(count, partial(torch.save, state))

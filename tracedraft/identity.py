@@ -49,7 +49,7 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
 
     conversations, data = once("prompts", lambda: specs["workload"].load(), "workload")
     if isinstance(specs["adapter"], BothSpec):
-        specs["adapter"].outer.check_stream(len(conversations), cfg.measure == "time")
+        specs["adapter"].outer.check_stream(conversations, cfg.measure == "time")
     once("fit", lambda: specs["draft"].check(specs["target"].shape()), "target", "draft")
     contents = {
         "target": once("weights", lambda: specs["target"].provenance()["sha256"], "target"),

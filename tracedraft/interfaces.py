@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from tracedraft.errors import UserError
 from tracedraft.types import (
@@ -159,6 +159,11 @@ class Student(ABC):
         """Σ weights · objective over the asked predictions, with gradients for the masters."""
 
     @abstractmethod
+    def say(self, lesson: Lesson, slot: int, length: int, draws: Generator) -> Tensor:
+        """[length] target ids that follow the true tokens up to slot + 1, each drawn from the masters' distribution
+        after those before it."""
+
+    @abstractmethod
     def serve(self) -> str:
         """From its next response on, the draft proposes by the masters as they are now.
 
@@ -268,7 +273,7 @@ class OuterAdapter(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Any]:
-        """Weights and optimisers, which change only where ``end_conversation`` says so."""
+        """Weights and optimisers, which change only where ``end_conversation`` says of a ``block``."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None) -> None:

@@ -299,6 +299,8 @@ def converse(
             if arm and arm.outer and transcript:
                 arm.outer.observe(transcript.lesson(conversation.domain))
             report(name, answers[name])
+        for arm in arms:  # or learning in the background had the audit's time for nothing
+            arm.rest(True)
         turns.append(turn_record(bench, turn, prompt, answers, key))
         return turns[-1]["text"]
 

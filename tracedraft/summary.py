@@ -57,8 +57,9 @@ def _outer(records: list[dict[str, Any]], adapted: dict[str, Any]) -> tuple[dict
     if not said:
         return {}, {}
     found = [outer for outer in said if outer["block"] is not None]
-    untimed = any(outer["seconds"] is None for outer in found)
-    seconds = None if untimed else sum(outer["seconds"] for outer in found)
+    # Choosing a draft, and handing a block to another process, take time also where no block was learnt.
+    untimed = any(outer["seconds"] is None for outer in said)
+    seconds = None if untimed else sum(outer["seconds"] for outer in said)
     wall = None if seconds is None else sum(adapted["seconds"].values()) + seconds
     numbers = {
         "outer": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -19,6 +20,7 @@ from tracedraft.interfaces import OuterAdapter, Student, Target
 from tracedraft.types import Conversation, Lesson
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+ENDING = 10.0  # seconds that a process which hung up is given to end by itself
 
 
 def placed(learner: BlockLearner, target: Target) -> OuterAdapter:
@@ -39,6 +41,8 @@ class BackgroundLearner(OuterAdapter):
         self.pipe: Any = None
         self.flying: list[Lesson] | None = None
         self.submitted = 0
+        self.rests: list[tuple[float, float]] = []  # from when to when it was stopped, of the block it is at
+        self.stopped: float | None = None
         self.memory: dict[str, Any] | None = None  # the rule's, as the last block left it
 
     def begin_conversation(self, conversation: Conversation) -> bool:
@@ -52,17 +56,23 @@ class BackgroundLearner(OuterAdapter):
         self.learner.count(seconds)
         found = self._collect()
         if self.flying is None and self.learner.due():
-            if self.learner.over_budget():
-                return found or not_learnt("over budget", seconds)
-            self._submit(self.learner.take())
+            waits = self.learner.waits()
+            if not waits:
+                self._submit(self.learner.take())
+            found = found or not_learnt(waits, seconds)
+        if found is None:
+            return None
         spent = time.perf_counter() - began
-        return None if found is None else found | {"seconds": None if seconds is None else spent}
+        self.learner.learning_seconds += spent
+        return found | {"seconds": None if seconds is None else spent}
 
     def _submit(self, lessons: list[Lesson]) -> None:
-        if self.process is None:
+        if self.process is None or not self.process.is_alive():
             self._start(lessons[0].hidden)
         self.flying, self.submitted = lessons, self.learner.conversations
-        self.pipe.send(lessons)
+        self.rests, self.stopped = [], None
+        with contextlib.suppress(ConnectionError):  # of a process that has ended: collecting from it says so
+            self.pipe.send(lessons)
 
     def _start(self, like: Tensor) -> None:
         from torch import multiprocessing
@@ -76,17 +86,30 @@ class BackgroundLearner(OuterAdapter):
         args = (theirs, self.spec, student, head, memory, self.learner.initial)
         self.process = context.Process(target=_work, args=args, daemon=True)
         self.process.start()
+        theirs.close()  # or its end could not be seen from here
 
     def _collect(self) -> dict[str, Any] | None:
         """What the process made of its block, served from now on; None while it is at it."""
         if self.flying is None or not self._ready():
             return None
-        found, weights, self.memory, seconds = self.pipe.recv()
-        self.flying = None
+        lessons, self.flying = self.flying, None
+        try:
+            found, weights, self.memory, began, ended = self.pipe.recv()
+        except (EOFError, OSError):
+            return self._lost(len(lessons))
+        seconds = ended - began - sum(max(0.0, min(ended, to) - max(began, since)) for since, to in self.rests)
         if found["committed"]:
             put(self.learner.student.weights, weights)
         self.learner.spend(seconds)
         return self.learner.report(found) | {"background_seconds": seconds, "submitted": self.submitted}
+
+    def _lost(self, lessons: int) -> dict[str, Any]:
+        """The process ended before it had learnt the block, as for want of memory. The next one starts another."""
+        self.process.join(ENDING)
+        reason = f"the process that learnt ended with code {self.process.exitcode}"
+        self.close()
+        found = {"lessons": lessons, "committed": False, "reason": reason}
+        return self.learner.report(found) | {"background_seconds": None, "submitted": self.submitted}
 
     def _ready(self) -> bool:
         if self.spec.schedule is not None:
@@ -94,8 +117,12 @@ class BackgroundLearner(OuterAdapter):
         return self.pipe.poll()
 
     def rest(self, resting: bool) -> None:
-        if self.process is not None and self.flying is not None:
-            os.kill(self.process.pid, signal.SIGSTOP if resting else signal.SIGCONT)
+        if self.flying is None or resting == (self.stopped is not None) or not self.process.is_alive():
+            return
+        os.kill(self.process.pid, signal.SIGSTOP if resting else signal.SIGCONT)
+        if self.stopped is not None:
+            self.rests.append((self.stopped, time.monotonic()))
+        self.stopped = time.monotonic() if resting else None
 
     def close(self) -> None:
         if self.process is not None:
@@ -136,7 +163,7 @@ def _work(
         rule.load_state(memory)
     while True:
         lessons = pipe.recv()
-        began = time.perf_counter()
+        began = time.monotonic()  # which the process that started this one reads alike
         found = learn(rule, room, lessons, spec.guard, initial)
-        seconds = time.perf_counter() - began
-        pipe.send((found, copied(student.weights), rule.state(), seconds))
+        ended = time.monotonic()
+        pipe.send((found, copied(student.weights), rule.state(), began, ended))

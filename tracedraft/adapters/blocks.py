@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,11 +41,13 @@ class BlockSpec(OuterAdapterSpec):
         guard: roll back a block after which a loss is higher than before: block, that over it; held_out, that over
             the fourth part of its turns, which are not learnt; none, never.
         buffer_mib: bound on the memory of a block's turns, beyond which the oldest are dropped.
-        budget: most of the wall time that learning may take, beyond which a block waits; None: no bound.
+        budget: most of the wall time that learning may take. The first block shows what a token costs; a later one
+            that would take more waits, and keeps the turns of its newest conversations, as many as a block has.
+            None: no bound.
         background: learn in a process of its own while requests are served, and swap weights between two of them.
         background_threads: of that process, on a CPU.
         schedule: pairs of conversations after which to learn and to serve what was learnt, whatever else is said: how
-            a run whose decisions hung on the clock is repeated. None: as the other keys say.
+            a run whose decisions hung on the clock is repeated, its other keys as they were. None: as those say.
     """
 
     name: str
@@ -102,20 +106,24 @@ class BlockSpec(OuterAdapterSpec):
     def teaching(self) -> Teaching:
         return Teaching(self.objective, self.loss, self.unroll, self.decay, self.temperature, self.fault)
 
-    def check_stream(self, conversations: int, timed: bool) -> None:
-        first = self.warm_up or self.update_interval
-        if self.schedule is None and first > conversations:
-            key = "warm_up" if self.warm_up else "update_interval"
-            raise UserError(
-                f"adapter.outer.{key}={first}: the stream has {conversations} conversations, so nothing would "
-                "ever be learnt; lower it, or raise workload.limit"
-            )
+    def check_stream(self, conversations: Sequence[Conversation], timed: bool) -> None:
+        """Raises UserError where nothing would ever be learnt, or by a clock that does not run."""
+        self._check_length(len(conversations), "the stream")
         if self.budget is not None and not timed and self.schedule is None:
             raise UserError(
                 f"adapter.outer.budget={self.budget}: expected null with measure=acceptance, which times nothing"
             )
         if self.background and not timed and self.schedule is None:
             raise UserError("adapter.outer.background=true: expected false with measure=acceptance, or a schedule")
+
+    def _check_length(self, conversations: int, of: str) -> None:
+        first = self.warm_up or self.update_interval
+        if self.schedule is None and first > conversations:
+            key = "warm_up" if self.warm_up else "update_interval"
+            raise UserError(
+                f"adapter.outer.{key}={first}: {of} has {conversations} conversations, so nothing would "
+                "ever be learnt; lower it, or raise workload.limit"
+            )
 
     @abstractmethod
     def rule(self, student: Student) -> Rule: ...
@@ -133,9 +141,9 @@ class BlockSpec(OuterAdapterSpec):
         self._check_memory(student)
         return student
 
-    def learner(self, student: Student, draft: Draft, target: Target, seed: int) -> BlockLearner:
+    def learner(self, student: Student, target: Target, seed: int) -> BlockLearner:
         """In this process."""
-        own = OwnTokens(draft, target, self.tokens, self.student_tokens, torch.Generator().manual_seed(seed))
+        own = OwnTokens(student, target, self.tokens, self.student_tokens, torch.Generator().manual_seed(seed))
         return BlockLearner(self, student, Classroom(student, self.teaching, target.logits), own)
 
     def _check_memory(self, student: Student) -> None:
@@ -163,7 +171,8 @@ class BlockLearner(OuterAdapter):
         self.spec, self.student, self.room, self.own = spec, student, room, own
         self.initial = copied(student.weights)
         self.lessons: list[Lesson] = []
-        self.conversations = self.since = self.blocks = self.dropped = self.taken_dropped = 0
+        self.answered_in: list[int] = []  # which conversation, of each lesson
+        self.conversations = self.since = self.blocks = self.dropped = self.taken_dropped = self.last_tokens = 0
         self.served_seconds = self.learning_seconds = self.last_seconds = 0.0
 
     @cached_property
@@ -176,16 +185,20 @@ class BlockLearner(OuterAdapter):
 
     def observe(self, lesson: Lesson) -> None:
         self.lessons.append(lesson)
+        self.answered_in.append(self.conversations)
         while sum(kept.nbytes for kept in self.lessons) > self.spec.buffer_mib * 2**20 and len(self.lessons) > 1:
-            self.lessons.pop(0)
-            self.dropped += 1
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        del self.lessons[0], self.answered_in[0]
+        self.dropped += 1
 
     def end_conversation(self, seconds: float | None) -> dict[str, Any] | None:
         self.count(seconds)
         if not self.due():
             return None
-        if self.over_budget():
-            return not_learnt("over budget", seconds)
+        if waits := self.waits():
+            return not_learnt(waits, seconds)
         began = time.perf_counter()
         found = learn(self.rule, self.room, self.take(), self.spec.guard, self.initial)
         found = self.report(found)
@@ -197,6 +210,9 @@ class BlockLearner(OuterAdapter):
         self.conversations += 1
         self.since += 1
         self.served_seconds += seconds or 0.0
+        # A block that waits for the budget would cost ever more, and wait ever longer.
+        while self.spec.budget and self.lessons and self.answered_in[0] < self.conversations - self.length:
+            self._drop_oldest()
 
     def spend(self, seconds: float) -> None:
         self.last_seconds = seconds
@@ -208,22 +224,37 @@ class BlockLearner(OuterAdapter):
     def close(self) -> None:
         pass
 
+    @property
+    def length(self) -> int:
+        """Conversations of the block to come."""
+        return self.spec.warm_up if self.blocks == 0 and self.spec.warm_up else self.spec.update_interval
+
     def due(self) -> bool:
         if self.spec.schedule is not None:
             return self.conversations in (learnt for learnt, _ in self.spec.schedule)
-        first = self.blocks == 0 and self.spec.warm_up
-        return self.since >= (first or self.spec.update_interval)
+        return self.since >= self.length
 
-    def over_budget(self) -> bool:
-        """Whether one more block, as long as the last one, would take too much of the time until now."""
+    def waits(self) -> str:
+        """Why a block that is due is not learnt; "" if it is."""
+        if not self.lessons:
+            return "nothing to learn"
+        return "over budget" if self._over_budget() else ""
+
+    def _over_budget(self) -> bool:
+        """Whether the block, at the last one's time a token, would take too much of the time until now."""
         if self.spec.budget is None or self.spec.schedule is not None:
             return False
-        spent = self.learning_seconds + self.last_seconds
+        forecast = self.last_seconds / self.last_tokens * self._tokens() if self.last_tokens else 0.0
+        spent = self.learning_seconds + forecast
         return spent > self.spec.budget * (self.served_seconds + spent)
+
+    def _tokens(self) -> int:
+        return sum(len(lesson.tokens) for lesson in self.lessons)
 
     def take(self) -> list[Lesson]:
         """The block to learn from, which is over with that."""
-        lessons, self.lessons, self.since = self.lessons, [], 0
+        self.last_tokens = self._tokens()
+        lessons, self.lessons, self.answered_in, self.since = self.lessons, [], [], 0
         self.blocks += 1
         self.taken_dropped, self.dropped = self.dropped, 0
         return self.own.rewrite(lessons)
@@ -236,11 +267,11 @@ class BlockLearner(OuterAdapter):
 
     def state(self) -> dict[str, Any]:
         counts = (
-            "conversations", "since", "blocks", "dropped", "taken_dropped", "served_seconds", "learning_seconds",
-            "last_seconds",
+            "conversations", "since", "blocks", "dropped", "taken_dropped", "last_tokens", "answered_in",
+            "served_seconds", "learning_seconds", "last_seconds",
         )  # fmt: skip
         lessons = [vars(lesson) for lesson in self.lessons]
-        kept = {name: getattr(self, name) for name in counts}
+        kept = {name: copy.copy(getattr(self, name)) for name in counts}
         return {"lessons": lessons, "draws": self.own.draws.get_state(), "counts": kept}
 
     def weights(self) -> dict[str, Any]:
@@ -250,7 +281,7 @@ class BlockLearner(OuterAdapter):
         self.lessons = [Lesson(**lesson) for lesson in state["lessons"]]
         self.own.draws.set_state(state["draws"])
         for name, value in state["counts"].items():
-            setattr(self, name, value)
+            setattr(self, name, copy.copy(value))
         if weights is not None:
             put(self.student.weights, weights["weights"])
             self.rule.load_state(weights["rule"])

@@ -4,7 +4,9 @@
     hedge: all start each block from what is served; p = softmax(-loss_i / τ), over the block after learning from it
     ens:   each goes on from its own weights; p_i ∝ exp(-ε Σ_s loss_i(s)), over each block before learning from it
 
-Losses are means over predictions, so τ and ε carry over between drafts.
+Losses are means over predictions, so τ and ε carry over between drafts. What is recorded for regret is each base
+learner's loss over a block before it learns from it, at the weights that the block before left it with: of ens one
+step size all along, of hedge one step size for one block from what was served.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class EnsembleSpec(BlockSpec):
         return 3 + 2 * len(self.lrs) * (1 + self.steps(self.lrs[0]).moments)
 
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
-        return placed(self.learner(self.student(draft), draft, target, seed), target)
+        return placed(self.learner(self.student(draft), target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         return EnsembleRule(self, student)
@@ -101,30 +103,37 @@ class EnsembleRule(Rule):
         self.cumulative = [0.0] * len(spec.lrs)
 
     def learn(self, room: Classroom, lessons: Sequence[Lesson]) -> Learnt:
-        served, hedge = copied(self.student.weights), self.spec.meta is Meta.hedge
-        loss, before, after, steps = room.loss(lessons), [], [], 0
-        if math.isnan(loss):
-            return Learnt(loss, int(room.count(lessons) > 0), {})
+        served, loss = copied(self.student.weights), room.loss(lessons)
+        if loss is None or math.isnan(loss):
+            return Learnt(loss, 0, {})
+        before, after, steps = [], [], 0
         for i, lr in enumerate(self.spec.lrs):
-            put(self.student.weights, served if hedge else self.base[i])
-            before.append(loss if hedge else room.loss(lessons))
+            put(self.student.weights, self.base[i])
+            before.append(room.loss(lessons))
+            if self.spec.meta is Meta.hedge:
+                put(self.student.weights, served)
             losses, _ = self.spec.steps(lr).take(self.optimizers[i], room, lessons)
             steps += len(losses)
             self.base[i] = copied(self.student.weights)
-            if hedge:
+            if self.spec.meta is Meta.hedge:
                 after.append(room.loss(lessons))
-        p = self._weigh(before, after)
+        self.cumulative = [total + each for total, each in zip(self.cumulative, before, strict=True)]
+        p = self._weigh(after)
         put(self.student.weights, self._combined(p))
-        best = self.spec.lrs[min(range(len(p)), key=self.cumulative.__getitem__)]
+        totals = [total if math.isfinite(total) else math.inf for total in self.cumulative]
+        best = self.spec.lrs[totals.index(min(totals))]
         seen = {"lrs": list(self.spec.lrs), "p": p, "losses": before, "after": after, "best_lr_so_far": best}
         return Learnt(loss, steps, {"learners": seen})
 
-    def _weigh(self, before: list[float], after: list[float]) -> list[float]:
+    def refuse(self, kept: dict[str, Any]) -> None:
+        """What was measured stands, and ens's learners go on, or one that spoils the average would keep its share.
+        Hedge's start anew from what is served, and their optimisers with them."""
+        if self.spec.meta is Meta.hedge:
+            self._restore(kept["optimizers"])
+
+    def _weigh(self, after: list[float]) -> list[float]:
         """p of each base learner; one whose weights broke gets none."""
-        hedge = self.spec.meta is Meta.hedge
-        losses = after if hedge else before  # before learning from it, hedge's are all the same
-        self.cumulative = [total + loss for total, loss in zip(self.cumulative, losses, strict=True)]
-        if hedge:
+        if self.spec.meta is Meta.hedge:
             scores = [-loss / self.spec.tau for loss in after]
         else:
             scores = [-self.spec.epsilon * total for total in self.cumulative]
@@ -151,6 +160,9 @@ class EnsembleRule(Rule):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.base = [copied(base) for base in state["base"]]
-        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
+        self._restore(state["optimizers"])
         self.cumulative = list(state["cumulative"])
+
+    def _restore(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)

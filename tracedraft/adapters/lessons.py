@@ -5,7 +5,6 @@ Shapes: ``M`` consumed tokens of a turn, ``L`` of them its prompt, ``n`` predict
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -58,7 +57,7 @@ class Teaching:
         loss: label: the target's token alone.
         unroll, decay: objective=all only: chain steps from each slot, and the weight of each after the one before.
         temperature: of the target's distribution.
-        fault: teachers of the next position, or of random ones of the turn.
+        fault: teachers of the next position, or of random other ones of the turn.
     """
 
     objective: Taught
@@ -92,8 +91,9 @@ def asked(lesson: Lesson, teaching: Teaching) -> tuple[Tensor, Tensor]:
 
 
 def predictions(lesson: Lesson, teaching: Teaching, logits: Callable[[Tensor], Tensor], vocab: Tensor) -> Predictions:
-    """What of a lesson is to learn, un-normalised weights decay^k; those whose teacher's first choice the draft can't
-    say weigh nothing.
+    """What of a lesson is to learn. Weights are not normalised: 1 of each refusal, decay^k with objective=all, and
+    nothing of what can't be taught: where the teacher's first choice is none of the draft's tokens, or where
+    fault=shuffled_teacher finds no other teacher in the turn.
 
     Args:
         logits: of the target, [n, V] of final hidden states [n, H].
@@ -103,10 +103,16 @@ def predictions(lesson: Lesson, teaching: Teaching, logits: Callable[[Tensor], T
     parts = [_taught(lesson, some, teaching, logits, vocab) for some in positions.split(ROWS)]
     teacher, carries = (torch.cat(part) for part in zip(*parts, strict=True))
     if teaching.fault is Fault.shuffled_teacher:
-        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(len(lesson.tokens)))
-        rows = order.to(rows.device)[rows]
-    weights = teaching.decay ** steps.float() * carries[rows]
-    return Predictions(slots, steps, weights, teacher, rows)
+        carries = carries & (len(positions) > 1)
+        rows = _others(len(positions), seed=len(lesson.tokens)).to(rows.device)[rows]
+    each = torch.ones_like(steps) if teaching.objective is Taught.rejected else teaching.decay ** steps.float()
+    return Predictions(slots, steps, each * carries[rows], teacher, rows)
+
+
+def _others(count: int, seed: int) -> Tensor:
+    """[count] a random permutation of one cycle: none stays where it is, but a single one."""
+    cycle = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return torch.empty_like(cycle).index_copy(0, cycle, cycle.roll(1))
 
 
 def _taught(
@@ -131,21 +137,21 @@ class Classroom:
         """Predictions to learn."""
         return sum(len(asked(lesson, self.teaching)[0]) for lesson in lessons)
 
-    def gradient(self, lessons: Sequence[Lesson]) -> float:
-        """Fill the gradients of the student's weights. Returns the mean loss; NaN where nothing can be learnt."""
+    def gradient(self, lessons: Sequence[Lesson]) -> float | None:
+        """Fill the gradients of the student's weights. Returns the mean loss; None where nothing can be learnt."""
         for weight in self.student.weights.values():
             weight.grad = None
         total, mass = self._sum(lessons, lambda loss: loss.backward())
         for weight in self.student.weights.values():
             if weight.grad is not None:
                 weight.grad /= mass
-        return total / mass if mass else math.nan
+        return total / mass if mass else None
 
     @torch.no_grad()
-    def loss(self, lessons: Sequence[Lesson]) -> float:
-        """The mean loss at the student's weights as they are; NaN where nothing can be learnt."""
+    def loss(self, lessons: Sequence[Lesson]) -> float | None:
+        """The mean loss at the student's weights as they are; None where nothing can be learnt."""
         total, mass = self._sum(lessons, lambda loss: None)
-        return total / mass if mass else math.nan
+        return total / mass if mass else None
 
     def _sum(self, lessons: Sequence[Lesson], use: Callable[[Tensor], object]) -> tuple[float, float]:
         """Weighted losses, and weights, summed lesson by lesson, so that memory holds one at a time."""

@@ -70,7 +70,7 @@ class OptimisticSpec(BlockSpec):
         return 5
 
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
-        return placed(self.learner(self.student(draft), draft, target, seed), target)
+        return placed(self.learner(self.student(draft), target, seed), target)
 
     def rule(self, student: Student) -> Rule:
         if self.hint is Hint.momentum:
@@ -89,14 +89,17 @@ class HintRule(Rule):
     def learn(self, room: Classroom, lessons: Sequence[Lesson]) -> Learnt:
         with torch.enable_grad():
             loss = room.gradient(lessons)
-        if not math.isfinite(loss):
-            return Learnt(loss, int(room.count(lessons) > 0), {"grad_norms": []})
+        if loss is None or not math.isfinite(loss):
+            return Learnt(loss, 0, {"grad_norms": []})
         norm = clipped(self.student.weights, self.clip)
         for name, weight in self.student.weights.items():
             if weight.grad is not None:
                 self.unhinted[name].sub_(weight.grad, alpha=self.lr)
                 weight.copy_(self.unhinted[name]).sub_(weight.grad, alpha=self.lr)
         return Learnt(loss, 1, {"grad_norms": [norm]})
+
+    def refuse(self, kept: dict[str, Any]) -> None:
+        self.load_state(kept)
 
     def state(self) -> dict[str, Any]:
         return {name: weight.clone() for name, weight in self.unhinted.items()}

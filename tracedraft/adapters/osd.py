@@ -6,6 +6,8 @@ With ``objective=all`` it is what the OnlineSPEC repository calls OSD-EAGLE: the
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from tracedraft.adapters.routing import ClassifierRouter, LabelRouter, RoutedLea
 from tracedraft.adapters.steps import Optimizer, Steps
 from tracedraft.adapters.transaction import Learnt, Rule, copied, put
 from tracedraft.interfaces import Draft, OuterAdapter, Student, Target
-from tracedraft.types import Lesson
+from tracedraft.types import Conversation, Lesson
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,20 @@ class OsdSpec(BlockSpec):
         self._check(
             ("router_warm_up", self.router_warm_up >= 1, "at least 1"),
             ("routing", self.routing is Routing.none or not self.background, "none with background=true"),
+            # Each draft counts its own conversations: a schedule of the stream's would mean others.
+            (
+                "routing",
+                self.routing is Routing.none or (self.budget is None and self.schedule is None),
+                "none with a budget or a schedule",
+            ),
         )
+
+    def check_stream(self, conversations: Sequence[Conversation], timed: bool) -> None:
+        """Raises UserError where nothing would ever be learnt, of one domain too that has a draft of its own."""
+        super().check_stream(conversations, timed)
+        if self.routing is not Routing.none:
+            for domain, count in sorted(Counter(conversation.domain for conversation in conversations).items()):
+                self._check_length(count, f"domain {domain} of the stream")
 
     @property
     def steps(self) -> Steps:
@@ -66,13 +81,13 @@ class OsdSpec(BlockSpec):
     def build(self, draft: Draft, target: Target, seed: int) -> OuterAdapter:
         first = self.student(draft)
         if self.routing is Routing.none:
-            return placed(self.learner(first, draft, target, seed), target)
+            return placed(self.learner(first, target, seed), target)
         start = copied(first.weights)
 
         def new() -> BlockLearner:
             student = self.student(draft)
             put(student.weights, start)
-            return self.learner(student, draft, target, seed)
+            return self.learner(student, target, seed)
 
         label = self.routing is Routing.label
         return RoutedLearner(new, LabelRouter() if label else ClassifierRouter(self.router_warm_up))
@@ -92,11 +107,16 @@ class StepRule(Rule):
         if not self.keep:
             self.optimizer = self.steps.build(self.student.weights)
         # The first step of a whole block measures the same on its way.
-        before = None if self.steps.batch is None else room.loss(lessons)
+        loss = None if self.steps.batch is None else room.loss(lessons)
         losses, norms = self.steps.take(self.optimizer, room, lessons)
-        loss = losses[0] if before is None and losses else (before if before is not None else float("nan"))
-        broken = any(value != value for value in losses)
-        return Learnt(float("nan") if broken else loss, len(losses), {"grad_norms": norms})
+        if self.steps.batch is None and losses:
+            loss = losses[0]
+        if any(map(math.isnan, losses)):
+            loss = math.nan
+        return Learnt(loss, len(losses), {"grad_norms": norms})
+
+    def refuse(self, kept: dict[str, Any]) -> None:
+        self.load_state(kept)
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(self.optimizer.state_dict())

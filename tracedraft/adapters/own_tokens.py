@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from tracedraft.interfaces import Draft, Target
+from tracedraft.interfaces import Student, Target
 from tracedraft.types import Lesson
 
 CHUNK = 64  # tokens of a pass of the target
@@ -33,7 +33,7 @@ class OwnTokens:
         draws: which turn and place, and what is said.
     """
 
-    draft: Draft
+    student: Student
     target: Target
     tokens: Tokens
     length: int
@@ -54,18 +54,13 @@ class OwnTokens:
         at = int(torch.randint(len(lesson.rejected), (), generator=self.draws))
         slot = int(lesson.rejected[at, 0])
         true = lesson.tokens[: slot + 2]
-        self.draft.begin(len(true) + self.length, int(true[0]))
-        self.draft.extend(lesson.taps[: slot + 1], true[1:])
-        said = self.draft.propose(self.length, self._pick).tokens
+        # By the student, since the served head holds what an inner adapter learnt.
+        said = self.student.say(lesson, slot, self.length, self.draws)
         text = torch.cat((true, said.to(true.device)))
         seen = self._seen(text)
         steps = torch.arange(self.length, device=true.device)
         rejected = torch.stack((torch.full_like(steps, slot), steps), 1)
         return replace(lesson, tokens=text, taps=seen[0], hidden=seen[1], rejected=rejected)
-
-    def _pick(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        p = logits.float().softmax(1)
-        return torch.multinomial(p.cpu(), 1, generator=self.draws)[0].to(p.device), p
 
     def _seen(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Taps and hidden states [n-1, …] of the target along ``text`` [n]."""

@@ -95,6 +95,7 @@ class RoutedLearner(OuterAdapter):
         self.learners: dict[str, BlockLearner] = {}
         self.current: str | None = None
         self.route: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}  # bytes of each learner, which change with a block alone
 
     def begin_conversation(self, conversation: Conversation) -> bool:
         began = time.perf_counter()
@@ -106,10 +107,19 @@ class RoutedLearner(OuterAdapter):
 
     def _serve(self, domain: str) -> None:
         if domain not in self.learners:
-            self.learners[domain] = self.new()
+            self._add(domain)
         if domain != self.current:
             self.learners[domain].student.serve()
         self.current = domain
+
+    def _add(self, domain: str) -> BlockLearner:
+        self.learners[domain] = self.new()
+        self._weigh(domain)
+        return self.learners[domain]
+
+    def _weigh(self, domain: str) -> None:
+        learner = self.learners[domain]
+        self.sizes[domain] = _nbytes([learner.student.weights, learner.initial, learner.rule.state()])
 
     def observe(self, lesson: Lesson) -> None:
         self._learner.observe(lesson)
@@ -120,13 +130,18 @@ class RoutedLearner(OuterAdapter):
         return self.learners[self.current]
 
     def end_conversation(self, seconds: float | None) -> dict[str, Any] | None:
-        """Always something: which draft served, the seconds that choosing it took, and the memory of all."""
-        found = self._learner.end_conversation(seconds)
-        memory = sum(_nbytes([learner.student.weights, learner.rule.state()]) for learner in self.learners.values())
-        route = self.route | {"drafts": len(self.learners), "memory_mib": memory / 2**20}
+        """Always something: which draft served, the memory of all, and the seconds that choosing it took, which
+        ``seconds`` hold too."""
+        began = time.perf_counter()
+        found = self._learner.end_conversation(seconds) or not_learnt("", seconds)
+        if found["block"] is not None:
+            assert self.current is not None
+            self._weigh(self.current)
+        route = self.route | {"drafts": len(self.learners), "memory_mib": sum(self.sizes.values()) / 2**20}
+        spent = route["seconds"] + time.perf_counter() - began
         if seconds is None:
-            route["seconds"] = None
-        return (found or not_learnt("", seconds)) | {"route": route}
+            spent = route["seconds"] = None
+        return found | {"seconds": spent, "route": route}
 
     def rest(self, resting: bool) -> None:
         pass
@@ -144,8 +159,8 @@ class RoutedLearner(OuterAdapter):
     def load_state(self, state: dict[str, Any], weights: dict[str, Any] | None) -> None:
         self.router.load_state(state["router"])
         for domain, kept in state["learners"].items():
-            self.learners[domain] = self.new()
-            self.learners[domain].load_state(kept, (weights or {}).get(domain))
+            self._add(domain).load_state(kept, (weights or {}).get(domain))
+            self._weigh(domain)
         self.current = None
         if state["current"] is not None:
             self._serve(state["current"])

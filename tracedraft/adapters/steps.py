@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,12 +69,12 @@ class Steps:
 
     def take(
         self, optimizer: torch.optim.Optimizer, room: Classroom, lessons: Sequence[Lesson]
-    ) -> tuple[list[float], Any]:
+    ) -> tuple[list[float], list[float]]:
         """Losses before each step, and norms of the gradients. Stops at the first that is not finite."""
         losses, norms = [], []
         for some in self._batches(lessons):
             loss = room.gradient(some)
-            if math.isnan(loss) and not room.count(some):
+            if loss is None:
                 continue
             losses.append(loss)
             norms.append(clipped(room.student.weights, self.clip))

@@ -32,12 +32,13 @@ class Learnt:
     """What a rule made of a block.
 
     Attributes:
-        loss: mean over the block at the weights that were served, before learning from it.
+        loss: mean over the block at the weights that were served, before learning from it; None where nothing of
+            it can be learnt, NaN where it broke on the way.
         steps: gradient steps.
         seen: what else the record shows.
     """
 
-    loss: float
+    loss: float | None
     steps: int
     seen: dict[str, Any]
 
@@ -50,6 +51,14 @@ class Rule(ABC):
         """Leave in the student's weights what shall be served next, starting from what is served now."""
 
     @abstractmethod
+    def refuse(self, kept: dict[str, Any]) -> None:
+        """What ``learn`` left in the student's weights is sound, but a guard keeps it from being served.
+
+        Args:
+            kept: the state before ``learn``.
+        """
+
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """All that outlasts a block, for ``torch.save``."""
 
@@ -58,7 +67,8 @@ class Rule(ABC):
 
 
 def learn(rule: Rule, room: Classroom, lessons: Sequence[Lesson], guard: Guard, initial: Weights) -> dict[str, Any]:
-    """Learn from a block. The student's weights and the rule are as before unless ``committed``.
+    """Learn from a block. Unless ``committed`` the student's weights are as before, and the rule as well, but for
+    what its ``refuse`` says.
 
     Args:
         guard: what keeps weights from being served.
@@ -69,37 +79,50 @@ def learn(rule: Rule, room: Classroom, lessons: Sequence[Lesson], guard: Guard, 
     taught, held_out = lessons[: len(lessons) - held], lessons[len(lessons) - held :]
     before = room.loss(held_out)
     learnt = rule.learn(room, taught)
-    reason, after = _broken(learnt, room.student.weights), math.nan
-    if not reason and guard is Guard.block:
-        after = room.loss(taught)
-        reason = "" if after <= learnt.loss else "the loss over the block rose"
-    unseen = math.nan if reason else room.loss(held_out)
-    if not reason and guard is Guard.held_out and not unseen <= before:
-        reason = "no held-out turn to judge by" if math.isnan(before) else "the loss over held-out turns rose"
-    if reason:
-        put(room.student.weights, weights)
+    broken = _broken(learnt, room.student.weights)
+    after = room.loss(taught) if guard is Guard.block and not broken else None
+    unseen = None if broken else room.loss(held_out)
+    refused = ""
+    if guard is Guard.block and _rose(learnt.loss, after):
+        refused = "the loss over the block rose"
+    elif guard is Guard.held_out and before is None:
+        refused = "no held-out turn to judge by"
+    elif guard is Guard.held_out and _rose(before, unseen):
+        refused = "the loss over held-out turns rose"
+    if broken:
         rule.load_state(kept)
-    return {
-        "lessons": len(taught),
-        "predictions": room.count(taught),
-        "steps": learnt.steps,
-        "loss": _finite(learnt.loss),
-        "loss_after": _finite(after),
-        "held_out": {"lessons": held, "loss": _finite(before), "loss_after": _finite(unseen)} if held else None,
-        "committed": not reason,
-        "reason": reason,
-        "drift": _distance(room.student.weights, initial),
-        **learnt.seen,
-    }
+    elif refused:
+        rule.refuse(kept)
+    if broken or refused:
+        put(room.student.weights, weights)
+    return _finite(
+        {
+            "lessons": len(taught),
+            "predictions": room.count(taught),
+            "steps": learnt.steps,
+            "loss": learnt.loss,
+            "loss_after": after,
+            "held_out": {"lessons": held, "loss": before, "loss_after": unseen} if held else None,
+            "committed": not (broken or refused),
+            "reason": broken or refused,
+            "drift": _distance(room.student.weights, initial),
+            **learnt.seen,
+        }
+    )
 
 
 def _broken(learnt: Learnt, weights: Weights) -> str:
     """Why what was learnt can't be served whatever the guard; "" if it can."""
-    if math.isnan(learnt.loss) and not learnt.steps:
+    if learnt.loss is None:
         return "nothing to learn"
     if not math.isfinite(learnt.loss):
         return "non-finite loss"
     return "" if all(bool(weight.isfinite().all()) for weight in weights.values()) else "non-finite weights"
+
+
+def _rose(before: float | None, after: float | None) -> bool:
+    """A loss that is no number rose."""
+    return before is None or after is None or not after <= before
 
 
 def not_learnt(reason: str, seconds: float | None) -> dict[str, Any]:
@@ -122,11 +145,16 @@ def put(into: Weights, weights: Weights) -> None:
 
 
 @torch.no_grad()
-def _distance(weights: Weights, initial: Weights) -> float | None:
+def _distance(weights: Weights, initial: Weights) -> float:
     """‖w - w₀‖ / ‖w₀‖ over all weights."""
     moved = math.hypot(*(float((weight - initial[name]).norm()) for name, weight in weights.items()))
-    return _finite(moved / math.hypot(*(float(weight.norm()) for weight in initial.values())))
+    return moved / math.hypot(*(float(weight.norm()) for weight in initial.values()))
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The same with None for each NaN and infinity inside, which a record can't hold."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

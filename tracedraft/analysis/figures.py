@@ -337,7 +337,7 @@ def ensemble_weights(runs: Mapping[str, Pool]) -> Figure:
             _nothing(grid[0], "no run with an ensemble")
         for axes, (title, pool) in zip(grid, runs.items(), strict=False):
             blocks = learned_blocks(pool)
-            p = np.array([block["learners"]["p"] for block in blocks])
+            p = np.array([block["learners"]["p"] for block in blocks], dtype=float)
             for i, lr in enumerate(blocks[0]["learners"]["lrs"]):
                 axes.plot([block["block"] for block in blocks], p[:, i], label=f"{lr:g}")
             axes.set(xlabel="block", ylabel="share p", ylim=(0, 1), title=title)
@@ -346,7 +346,11 @@ def ensemble_weights(runs: Mapping[str, Pool]) -> Figure:
 
 
 def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
-    """Summed loss beyond that of the best step size in hindsight, and accepted length along the stream."""
+    """Summed loss beyond that of the best step size in hindsight, and accepted length along the stream.
+
+    Each block's loss is taken before learning from it. What hedge is compared with is a step size for one block from
+    what was served, since its base learners start each block there, and not one step size all along.
+    """
     with style():
         figure, grid = _grid(max(1, len(runs)), 2)
         if not runs:
@@ -354,13 +358,14 @@ def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
                 _nothing(axes, "no run with an ensemble")
         for (title, pool), (left, right) in zip(runs.items(), grid, strict=False):
             at, learner, base, lrs = block_losses(pool)
-            best = np.cumsum(base, axis=0)[:, np.argmin(base.sum(axis=0))]
+            # One that broke, whose loss is NaN, is not the best.
+            best = np.cumsum(base, axis=0)[:, np.argmin(np.nan_to_num(base.sum(axis=0), nan=np.inf))]
             for i, lr in enumerate(lrs):
                 left.plot(at, np.cumsum(base[:, i]) - best, label=f"step {lr:g}", linewidth=0.9)
             served = "served: not measured (guard off)" if np.isnan(learner).all() else "served"
             left.plot(at, np.cumsum(learner) - best, label=served, color="black", linestyle="-", marker="X")
             left.axhline(0, color="0.3", linewidth=0.8)
-            left.set(xlabel="block", ylabel="regret (summed loss)", title=title)
+            left.set(xlabel="block", ylabel="regret (summed loss)", title="\n".join((title, *_compared(pool))))
             left.legend()
             for arm, name, look, rows in _arms({"served": pool}):
                 right.plot(*_tau_along(rows, arm, window), label=name, **look, markevery=5)
@@ -378,11 +383,27 @@ def learned_blocks(pool: Pool) -> list[dict[str, Any]]:
 def block_losses(pool: Pool) -> tuple[list[int], np.ndarray, np.ndarray, Sequence[float]]:
     """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]).
 
-    Each before learning from the block; where all start a block from one draft, as with hedge, after it.
+    Each before learning from the block; after it in records of hedge that hold no others.
     """
     blocks = learned_blocks(pool)
-    before = np.array([block["learners"]["losses"] for block in blocks], dtype=float)
-    alike = bool((before == before[:, :1]).all())
-    base = np.array([block["learners"]["after"] for block in blocks], dtype=float) if alike else before
-    learner = np.array([block["loss_after" if alike else "loss"] for block in blocks], dtype=float)
-    return [block["block"] for block in blocks], learner, base, blocks[0]["learners"]["lrs"]
+    after = _in_sample(blocks)
+    base = [block["learners"]["after" if after else "losses"] for block in blocks]
+    learner = [block["loss_after" if after else "loss"] for block in blocks]
+    numbers = [block["block"] for block in blocks]
+    return numbers, np.array(learner, dtype=float), np.array(base, dtype=float), blocks[0]["learners"]["lrs"]
+
+
+def _in_sample(blocks: list[dict[str, Any]]) -> bool:
+    """Whether the losses before learning are those of what was served alone, of all base learners: older records of
+    hedge say no more. In newer ones that is so before the first block only."""
+    later = [block["learners"] for block in blocks[1:] if block["learners"]["after"]]
+    return bool(later) and all(len(set(learners["losses"])) == 1 for learners in later)
+
+
+def _compared(pool: Pool) -> list[str]:
+    """What a title adds of hedge."""
+    blocks = learned_blocks(pool)
+    if not any(block["learners"]["after"] for block in blocks):
+        return []
+    seen = "after learning it" if _in_sample(blocks) else "before learning it"
+    return [f"each step size for one block, {seen}"]

@@ -46,7 +46,8 @@ SECTIONS = (
     Section("Learning between requests", ("combinations",),
             (("over_stream_outer", "Accepted length and tokens/s of learners between requests, along the stream."),
              ("ensemble_weights", "Share of each step size in what the ensemble serves."),
-             ("regret", "Summed loss beyond that of the best step size in hindsight, and accepted length."))),
+             ("regret", "Loss before learning from a block, summed, beyond the best step size's in hindsight, and "
+              "accepted length."))),
     Section("In OnlineSPEC's layouts", ("onlinespec_benchmarks", "onlinespec_targets", "onlinespec_training_time",
                                         "onlinespec_step_size", "onlinespec_warm_up"),
             (("step_size", "What a step size does."),)),

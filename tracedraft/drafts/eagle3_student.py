@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tracedraft.interfaces import Objective, Student
+from tracedraft.drafts.student import NetworkStudent
+from tracedraft.interfaces import Objective
 from tracedraft.models.eagle3 import Eagle3
 from tracedraft.models.losses import HeadLoss, products_at
 from tracedraft.models.unroll import chain
 from tracedraft.types import Lesson, Predictions
 
 
-class Eagle3Student(Student):
+class Eagle3Student(NetworkStudent[Eagle3]):
     """A prediction at step k from a slot is made through k steps of the draft's own outputs."""
 
     def __init__(self, model: Eagle3, embedding: Tensor, publish: Callable[[Eagle3], str]):
@@ -25,10 +25,8 @@ class Eagle3Student(Student):
             embedding: [V, H], which is not trained.
             publish: brings a copy of the model into service, and says its sha256.
         """
-        self.served, self.embedding, self._publish = model.norm.weight.dtype, embedding, publish
-        self.model = model.float().requires_grad_(True)
-        self.vocab = model.vocab
-        self.weights = dict(model.named_parameters())
+        super().__init__(model, model.norm.weight.dtype, model.vocab, publish)
+        self.embedding = embedding
 
     def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
         device = self.embedding.device
@@ -49,15 +47,8 @@ class Eagle3Student(Student):
                 total = total + part
         return total
 
-    def serve(self) -> str:
-        return self._publish(self.model)
-
-    def apart(self) -> Eagle3Student:
-        twin = copy.copy(self)
-        twin.model, twin._publish = copy.deepcopy(self.model), _nobody
-        twin.weights = dict(twin.model.named_parameters())
-        return twin
-
-
-def _nobody(model: Eagle3) -> str:
-    raise RuntimeError("a student apart serves nobody")
+    def next_logits(self, lesson: Lesson, slot: int, tokens: Tensor) -> Tensor:
+        taps = lesson.taps[None, : slot + 1].to(tokens.device).float()
+        steps = [torch.tensor([slot], device=tokens.device)] * (len(tokens) - slot - 1)
+        *_, outputs = chain(self.model, self.embedding, tokens[None], taps, steps)
+        return self.model.lm_head(self.model.norm(outputs[0, -1]))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tracedraft.interfaces import Objective, Student
+from tracedraft.drafts.student import NetworkStudent
+from tracedraft.interfaces import Objective
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.losses import HeadLoss, products_at
 from tracedraft.types import Lesson, Predictions
 
 
-class LmStudent(Student):
+class LmStudent(NetworkStudent[Decoder]):
     """What it says depends on the tokens before alone, so that a prediction at step k from slot i is that
     of slot i + k: all drafted tokens before it were accepted."""
 
@@ -24,10 +24,8 @@ class LmStudent(Student):
             model: this student's own, at the served precision, its head untied.
             publish: brings a copy of the model into service, and says its sha256.
         """
-        self.served, self._publish = model.norm.weight.dtype, publish
-        self.model = model.float().requires_grad_(True)
-        self.vocab = torch.arange(model.config.vocab_size, device=model.norm.weight.device)
-        self.weights = dict(model.named_parameters())
+        like = model.norm.weight
+        super().__init__(model, like.dtype, torch.arange(model.config.vocab_size, device=like.device), publish)
 
     def loss(self, lesson: Lesson, asked: Predictions, objective: Objective) -> Tensor:
         at = asked.slots + asked.steps + 1
@@ -37,15 +35,5 @@ class LmStudent(Student):
             teacher = asked.teacher[asked.rows]
             return HeadLoss.apply(features, self.model.lm_head.weight, teacher, asked.weights, objective)[0]
 
-    def serve(self) -> str:
-        return self._publish(self.model)
-
-    def apart(self) -> LmStudent:
-        twin = copy.copy(self)
-        twin.model, twin._publish = copy.deepcopy(self.model), _nobody
-        twin.weights = dict(twin.model.named_parameters())
-        return twin
-
-
-def _nobody(model: Decoder) -> str:
-    raise RuntimeError("a student apart serves nobody")
+    def next_logits(self, lesson: Lesson, slot: int, tokens: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.norm(self.model.whole(tokens[None])[0, -1]))
