@@ -150,8 +150,9 @@ class BlockSpec(OuterAdapterSpec):
         """Raises UserError when what is to be held can't fit."""
         import psutil
 
-        if any(weight.is_cuda for weight in student.weights.values()):
-            free = torch.cuda.mem_get_info()[0]
+        device = next(iter(student.weights.values())).device
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
         else:
             free = psutil.virtual_memory().available
         size = sum(weight.nbytes for weight in student.weights.values())
