@@ -247,10 +247,12 @@ def warm_up(bench: Bench, drafts: list[Draft], conversations: list[Conversation]
         for conversation in conversations
     )
     prompt = next((prompt for prompt in prompts if len(prompt) < bench.served.target.context), None)
+    if prompt is None:
+        return
     spec = dataclasses.replace(bench.decode, max_new_tokens=min(WARM_UP_TOKENS, bench.decode.max_new_tokens))
-    for draft in drafts if prompt else ():
+    for draft in drafts:
         respond(bench.served.target, draft, FixedSpec("fixed").build(None, 0), prompt, spec, 0, bench.meter)
-    if bench.plain and prompt:
+    if bench.plain:
         respond_plainly(bench.served.target, prompt, spec, 0, bench.meter)
 
 
