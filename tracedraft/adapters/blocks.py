@@ -151,10 +151,7 @@ class BlockSpec(OuterAdapterSpec):
         import psutil
 
         device = next(iter(student.weights.values())).device
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-        else:
-            free = psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         size = sum(weight.nbytes for weight in student.weights.values())
         needed = size * (self.copies + 2) + self.buffer_mib * 2**20
         if needed > free:
