@@ -174,24 +174,7 @@ def test_regret_is_measured_from_the_best_in_hindsight():
     (regret, *_) = figures.regret({"e": pool}).axes
     assert lines(regret)["served"][1] == pytest.approx(np.cumsum([0.5] * 3))
     assert lines(regret)["step 0.0002"][1] == pytest.approx([0, 0, 0])
-    assert regret.get_title().endswith("each step size for one block, before learning it")
-
-
-def test_regret_of_older_records_of_hedge_says_that_it_is_in_sample():
-    """They hold the served draft's loss for that of each base learner, before learning; newer ones that of the first
-    block alone, when all are alike."""
-    titles = {}
-    for kind, blocks in (("older", 3), ("newer", 1)):
-        outer = ensemble(12)
-        for block in [block for block in outer if block][:blocks]:
-            block["learners"]["losses"] = [1.5, 1.5]
-        pool = Pools(runs(run("gsm8k", "ensemble", outer=outer))).of(adapter="ensemble")
-        _, learner, base, _ = block_losses(pool)
-        expected = ([1.4] * 3, [2.0, 1.0]) if kind == "older" else ([1.5] * 3, [1.5, 1.5])
-        assert (learner.tolist(), base[0].tolist()) == expected
-        titles[kind] = figures.regret({"e": pool}).axes[0].get_title()
-    assert titles["older"].endswith("after learning it")
-    assert titles["newer"].endswith("before learning it")
+    assert regret.get_title().endswith("each step size for one block")
 
 
 def test_a_base_learner_that_broke_is_neither_the_best_nor_in_the_way():

@@ -276,8 +276,7 @@ def respond(
     with meter.phase("prefill"):
         target.begin(capacity, spec.width, spec.prefill_chunk)
         draft.begin(capacity, prompt[0])
-        filled = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
-    root, hidden, slots, taps = filled
+        root, hidden, slots, taps = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
     limit = min(spec.max_new_tokens, target.context - len(prompt))
     tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
     with meter.phase("observe"):

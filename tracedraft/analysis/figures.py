@@ -362,8 +362,7 @@ def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
             best = np.cumsum(base, axis=0)[:, np.argmin(np.nan_to_num(base.sum(axis=0), nan=np.inf))]
             for i, lr in enumerate(lrs):
                 left.plot(at, np.cumsum(base[:, i]) - best, label=f"step {lr:g}", linewidth=0.9)
-            served = "served: not measured (guard off)" if np.isnan(learner).all() else "served"
-            left.plot(at, np.cumsum(learner) - best, label=served, color="black", linestyle="-", marker="X")
+            left.plot(at, np.cumsum(learner) - best, label="served", color="black", linestyle="-", marker="X")
             left.axhline(0, color="0.3", linewidth=0.8)
             left.set(xlabel="block", ylabel="regret (summed loss)", title="\n".join((title, *_compared(pool))))
             left.legend()
@@ -381,29 +380,15 @@ def learned_blocks(pool: Pool) -> list[dict[str, Any]]:
 
 
 def block_losses(pool: Pool) -> tuple[list[int], np.ndarray, np.ndarray, Sequence[float]]:
-    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]).
-
-    Each before learning from the block; after it in records of hedge that hold no others.
-    """
+    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]), before learning from it."""
     blocks = learned_blocks(pool)
-    after = _in_sample(blocks)
-    base = [block["learners"]["after" if after else "losses"] for block in blocks]
-    learner = [block["loss_after" if after else "loss"] for block in blocks]
+    base = [block["learners"]["losses"] for block in blocks]
+    learner = [block["loss"] for block in blocks]
     numbers = [block["block"] for block in blocks]
     return numbers, np.array(learner, dtype=float), np.array(base, dtype=float), blocks[0]["learners"]["lrs"]
 
 
-def _in_sample(blocks: list[dict[str, Any]]) -> bool:
-    """Whether the losses before learning are those of what was served alone, of all base learners: older records of
-    hedge say no more. In newer ones that is so before the first block only."""
-    later = [block["learners"] for block in blocks[1:] if block["learners"]["after"]]
-    return bool(later) and all(len(set(learners["losses"])) == 1 for learners in later)
-
-
 def _compared(pool: Pool) -> list[str]:
-    """What a title adds of hedge."""
-    blocks = learned_blocks(pool)
-    if not any(block["learners"]["after"] for block in blocks):
-        return []
-    seen = "after learning it" if _in_sample(blocks) else "before learning it"
-    return [f"each step size for one block, {seen}"]
+    """What a title adds of hedge, whose base learners alone have losses after a block that are not of the next one."""
+    hedge = any(block["learners"]["after"] for block in learned_blocks(pool))
+    return ["each step size for one block"] if hedge else []
