@@ -380,7 +380,7 @@ def learned_blocks(pool: Pool) -> list[dict[str, Any]]:
 
 
 def block_losses(pool: Pool) -> tuple[list[int], np.ndarray, np.ndarray, Sequence[float]]:
-    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]), before learning from it."""
+    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]), before learning it."""
     blocks = learned_blocks(pool)
     base = [block["learners"]["losses"] for block in blocks]
     learner = [block["loss"] for block in blocks]
@@ -389,6 +389,6 @@ def block_losses(pool: Pool) -> tuple[list[int], np.ndarray, np.ndarray, Sequenc
 
 
 def _compared(pool: Pool) -> list[str]:
-    """What a title adds of hedge, whose base learners alone have losses after a block that are not of the next one."""
+    """What a title adds of hedge, the one rule whose base learners have losses after a block too."""
     hedge = any(block["learners"]["after"] for block in learned_blocks(pool))
     return ["each step size for one block"] if hedge else []
