@@ -284,7 +284,9 @@ def test_packed_records_serve_where_the_run_is_not_there(copied, recorded, tmp_p
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"no gzip", gzip.compress(b"{}\n"), gzip.compress(b'{"header":{"counts":0}}\n')]
+    "data",
+    [b"", b"no gzip", gzip.compress(b"{}\n"), gzip.compress(b'{"header":{"counts":0}}\n')],
+    ids=["empty", "no gzip", "no header", "of other counts"],  # gzip notes the time
 )
 def test_a_broken_packed_file_is_named(copied, recorded, tmp_path, data):
     (tmp_path / "x.jsonl.gz").write_bytes(data)
