@@ -53,14 +53,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def all_cores():
-    """For tests of the embedded model."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(1)
-
-
 def option(group: str, name: str) -> DictConfig:
     """A YAML of a config group, with the options that it wraps in their places."""
     conf = shipped_dir("conf")

