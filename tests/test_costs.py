@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.table_cases import at, run, runs
 from tracedraft.analysis import costs, shapes
+from tracedraft.analysis.pooling import chosen
 from tracedraft.config import shipped_dir
 
 
@@ -104,6 +105,10 @@ def test_negative_controls_and_other_settings_have_a_noise_of_their_own():
     table = costs.power_table(data)
     assert [row.labels[-1] for row in table.rows] == ["osd lr=0.0001", "osd lr=0.001"]
     assert {row.cells[0].n for row in table.rows} == {12}
+    shown = [config["adapter"]["outer"] for config in chosen(data).runs["config"]]
+    assert shown == [real["outer"], other["outer"]]
+    assert [why for _, why in chosen(data).left_out] == ["a negative control"]
+    assert len(chosen(data, tuning=True).runs) == 3
 
 
 def test_long_conversations_have_a_range_without_an_end():

@@ -9,7 +9,18 @@ import pandas as pd
 
 from tracedraft.analysis import statistics
 from tracedraft.analysis.paper import COUNTS, INNER, ordered, pair_name, temperatures, with_adapters
-from tracedraft.analysis.pooling import Pools, by_tokens, counted, flattened, paired, speedup, tau_gain, timed, where
+from tracedraft.analysis.pooling import (
+    Pools,
+    by_tokens,
+    counted,
+    flattened,
+    paired,
+    sound,
+    speedup,
+    tau_gain,
+    timed,
+    where,
+)
 from tracedraft.analysis.schema import SERVING, Runs
 from tracedraft.analysis.shapes import BYTES, SHAPES, Training, Work, arithmetic, cache, memory, traffic
 from tracedraft.analysis.tables import Cell, Column, Row, Table, cell, text
@@ -139,7 +150,7 @@ def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
 
     Negative controls have noise of their own, and stay out.
     """
-    data = where(data, data.runs["config"].map(_sound))
+    data = where(data, data.runs["config"].map(sound))
     pools, rows = Pools(data), []
     for pair in pools.pairs():
         for workload in pools.values("workload"):
@@ -163,11 +174,6 @@ def power_table(data: Runs, gains: Sequence[float] = GAINS) -> Table:
     )
     title = "How many conversations a gain needs"
     return Table("power", title, ("pair", "workload", "T", "adapter"), tuple(columns), tuple(rows), data.runs, notes)
-
-
-def _sound(config: dict[str, Any]) -> bool:
-    """Whether a learner was taught what the target says."""
-    return config["adapter"].get("outer", {}).get("fault", "none") == "none"
 
 
 def _power_cells(pool: pd.DataFrame, gains: Sequence[float]) -> tuple[Cell, ...]:

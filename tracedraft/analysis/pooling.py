@@ -64,8 +64,14 @@ def _reasons(data: Runs, tuning: bool) -> dict[str, str]:
     if not tuning:
         asked = dict.fromkeys(data.runs.loc[data.runs["split"] == "dev", "run"], "on the development split")
         held = {run: f"{count} prompts of the development split" for run, count in development(data).items()}
-        found = asked | held | found
+        controls = dict.fromkeys(data.runs.loc[~data.runs["config"].map(sound), "run"], "a negative control")
+        found = controls | asked | held | found
     return found
+
+
+def sound(config: dict[str, Any]) -> bool:
+    """Whether a learner between requests was taught what the target says."""
+    return config["adapter"].get("outer", {}).get("fault", "none") == "none"
 
 
 def _experiment(path: str) -> str:
