@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import auto, tiny
+from conftest import auto, chain, tiny
 from decode_cases import FIXED, lens, respond_with
 from run_cases import arms, composed, conversations, untimed
 
@@ -146,7 +146,10 @@ def test_a_draft_that_overstates_is_corrected():
     assert [levels for _, levels in proposer.shapes[-20:]] == [1] * 20
 
 
-def test_the_shapes_on_record_are_what_was_drafted(golden_target, golden_draft):
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("confident", [True, False])
+def test_the_shapes_on_record_are_what_was_drafted(golden_target, golden_draft, confident, temperature):
+    """Whether the draft is asked on the way or not; and what is said is what the target says to fixed chains."""
     draft, drafted = golden_draft("eagle3_e2e"), []
 
     def noting(propose, beams):
@@ -159,7 +162,10 @@ def test_the_shapes_on_record_are_what_was_drafted(golden_target, golden_draft):
         return proposing
 
     draft.propose, draft.propose_tree = noting(draft.propose, 1), noting(draft.propose_tree, 4)
-    made = respond_with(golden_target, draft, FIXED.build(None, 0), shape=auto, max_new_tokens=60)
+    sampling = {"max_new_tokens": 60, "temperature": temperature}
+    made = respond_with(golden_target, draft, FIXED.build(None, 0), shape=auto, confident=confident, **sampling)
+    fixed = respond_with(golden_target, golden_draft("eagle3_e2e"), FIXED.build(None, 0), shape=chain, **sampling)
+    assert made.tokens == fixed.tokens
     assert len(made.shapes) == made.rounds == len(drafted)
     for (beams, levels), (kind, depth) in zip(made.shapes, drafted, strict=True):
         assert beams == kind
