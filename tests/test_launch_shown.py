@@ -114,6 +114,16 @@ def test_a_dry_run_says_what_is_done_and_how_long_the_rest_takes(here, folder, c
     assert len(here.served) == 2
 
 
+def test_a_sweep_over_options_may_set_keys_that_the_default_one_lacks(here, capsys):
+    over = ("adapter=osd,osd_reset", "adapter.outer.update_interval=1", "launcher.dry_run=true")
+    assert command(*over, "adapter.outer.lr=1e-3") == 0  # of persistent, the default, there is no adapter.outer
+    assert "2 runs, 2 to run" in capsys.readouterr().out
+    command(*over, "adapter.outer.lrr=1e-3")
+    out = capsys.readouterr().out
+    assert out.count("adapter.outer.lrr: Key 'lrr' not in 'OsdSpec'; did you mean lr?") == 2
+    assert "2 runs, 0 to run" in out
+
+
 @pytest.mark.parametrize("how", [["hydra.run.dir=somewhere"], ["-m", "hydra/launcher=basic"]])
 def test_a_dry_run_that_would_not_be_one_is_refused(how, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)

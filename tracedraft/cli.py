@@ -40,6 +40,9 @@ USAGE = """usage: tracedraft COMMAND [overrides]
 tracedraft COMMAND --help lists the options of each configuration group."""
 
 
+SWEPT = ("target", "draft", "adapter", "workload", "decode")
+
+
 class OneLine(CompactHydraException):
     """Bad input, which Hydra prints without a traceback."""
 
@@ -74,9 +77,21 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
+def run() -> None:
+    """The main job: a run, or a sweep of them."""
+    sys.argv[1:] = map(_late, sys.argv[1:])
+    _run()
+
+
+def _late(argument: str) -> str:
+    """Hydra looks for the keys of a sweep in what its groups default to, where those of the options that it goes over
+    need not be; marked so, they are first looked for in each run's own config, which names what is unknown."""
+    return f"++{argument}" if argument.partition(".")[0] in SWEPT and "=" in argument else argument
+
+
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="config")
-def run(cfg: DictConfig) -> float | None:
-    """One run of the main job; Hydra calls it once for each run of a sweep.
+def _run(cfg: DictConfig) -> float | None:
+    """One run; Hydra calls it once for each of a sweep.
 
     Returns:
         the speedup over the interleaved fixed arm.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import importlib
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tracedraft.errors import UserError
 
@@ -72,7 +73,16 @@ def build_spec(node: DictConfig, key: str) -> Any:
     except OmegaConfBaseException as error:
         full = str(getattr(error, "full_key", None) or key)
         where = full if full == key or full.startswith(f"{key}.") else f"{key}.{full}"
-        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{where}: {str(error).splitlines()[0]}{_known(error, cls)}") from error
+
+
+def _known(error: OmegaConfBaseException, cls: type) -> str:
+    """What to write instead of a key that ``cls`` does not have; nothing for other errors."""
+    if not isinstance(error, ConfigKeyError):
+        return ""
+    names = [field.name for field in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(str(error.key), names, 1)
+    return f"; did you mean {near[0]}?" if near else f", which has {', '.join(names)}"
 
 
 def _is_spec(value: Any) -> bool:
