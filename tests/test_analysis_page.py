@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.table_cases import run, runs
-from tracedraft.analysis import build, figures, notebook, page, panels, paper, statistics, wandb_report
+from tracedraft import statistics
+from tracedraft.analysis import build, figures, notebook, page, panels, paper, wandb_report
 from tracedraft.analysis.figures import block_losses
 from tracedraft.analysis.pooling import Pools, chosen
 from tracedraft.errors import UserError

@@ -93,21 +93,29 @@ def test_a_wrong_shift_teaches_each_position_what_follows_the_next(source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_shuffled_teacher_is_one_of_those_seen_up_to_now(source):
+def test_a_shuffled_teacher_is_another_of_those_seen_up_to_now(source):
     head = make_head()
     whole, prompt = evidence(40, head, source, seed=1), evidence(20, head, "prompt", seed=2)
     pieces = [prompt, *(_piece(whole, a, a + 2) for a in range(0, 40, 2))]
     seen = shown("shuffled_teacher", pieces, pool=8)
     assert torch.equal(seen[0][1], prompt.features)
     assert sorted(map(tuple, seen[0][2].tolist())) == sorted(map(tuple, prompt.teacher(torch.arange(20)).tolist()))
-    logits, own = whole.teacher(torch.arange(40)), 0
+    assert not (seen[0][2] == prompt.teacher(torch.arange(20))).all(dim=1).any()
+    logits = whole.teacher(torch.arange(40))
     for at, (_, features, teachers) in zip(range(0, 40, 2), seen[1:], strict=True):
         assert torch.equal(features, whole.features[at : at + 2])
         for row, teacher in enumerate(teachers):
             (found,) = (logits == teacher).all(dim=1).nonzero().flatten().tolist()
             assert max(0, at - 8) <= found < at + 2
-            own += found == at + row
-    assert own < 20  # of 40, by chance about 5: p < 1e-6
+            assert found != at + row
+
+
+@pytest.mark.parametrize("source", ["prompt", *SOURCES])
+def test_a_lone_position_has_no_teacher_but_its_own_and_is_left_out(source):
+    head = make_head()
+    whole = evidence(3, head, source, seed=1)
+    seen = shown("shuffled_teacher", [_piece(whole, 0, 1)], pool=8)
+    assert sum(len(features) for _, features, _ in seen) == 0
 
 
 def test_a_frozen_learner_learns_from_the_first_conversations_only():

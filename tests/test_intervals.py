@@ -75,7 +75,7 @@ def test_too_few_conversations_have_a_reason_and_no_interval():
     few = intervals([record((1.0, 1, 1), (1.0, 1, 1))] * 2)
     assert few["speedup_interval"] is None
     assert few["tau_gain"] == 1.0
-    assert few["null_reasons"]["speedup_interval"] == "2 paired conversations, an interval needs 3"
+    assert few["null_reasons"]["speedup_interval"] == "2 of 3 conversations or blocks for an interval"
     none = intervals([record((1.0, 1, 1), (1.0, 1, 1), same=False)] * 5)
     assert none["tau_gain"] is None
     unpaired = intervals([record((2.0, 1, 1), (1.0, 1, 1), paired=False)] * 5)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from tracedraft.analysis import statistics
-from tracedraft.analysis.statistics import (
+from tracedraft import statistics
+from tracedraft.statistics import (
     blocks,
     cells,
     conversations_needed,

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from tests.table_cases import at, run, runs
-from tracedraft.analysis import costs, paper, related, statistics, tuning
+from tracedraft import statistics
+from tracedraft.analysis import costs, paper, related, tuning
 from tracedraft.analysis.check import findings
 from tracedraft.analysis.pooling import Pools, chosen, over, speedup, tau_gain
 from tracedraft.analysis.rendering import as_csv, as_latex, as_markdown, latex_escape, write

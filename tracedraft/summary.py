@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
 from tracedraft.meter import PHASES
 
 NGRAM = 8
-FEWEST = 3  # conversations, below which an interval says nothing
-RESAMPLES = 9999
-AT_ONCE = 2**22  # values drawn at a time: all 9,999 resamples of 10,000 conversations would be gigabytes
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -81,20 +77,21 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``tau_gain``, the adapted arm's tau over the fixed one's, with its interval, and ``speedup_interval``;
-        None with its reason where fewer than ``FEWEST`` conversations were paired.
+        None with its reason where too few conversations were paired.
     """
+    from tracedraft.statistics import estimate, first_over_second, tau_gain
+
     pairs = [pair for record in records if (pair := _paired(record)) is not None]
-    few = None if len(pairs) >= FEWEST else f"{len(pairs)} paired conversations, an interval needs {FEWEST}"
-    sums = [sum(column) for column in zip(*(pair[1] for pair in pairs), strict=True)] if pairs else [0.0] * 4
-    gain = _tau_ratio(*sums) if sums[1] and sums[3] else None
-    numbers: dict[str, Any] = {"tau_gain": gain, "tau_gain_interval": None, "speedup_interval": None}
-    timed = any(sum(pair[0]) for pair in pairs)
-    if few is None:
-        numbers["tau_gain_interval"] = _interval([pair[1] for pair in pairs], _tau_ratio)
-    if few is None and timed:
-        numbers["speedup_interval"] = _interval([pair[0] for pair in pairs], lambda fixed, adapted: fixed / adapted)
-    why = {"speedup_interval": "no verification round" if timed else "no time was measured"}
-    reasons = {key: few or why.get(key, "no verification round") for key, value in numbers.items() if value is None}
+    seconds, counts, each = [pair[0] for pair in pairs], [pair[1] for pair in pairs], range(len(pairs))
+    gain, speedup = estimate(counts, tau_gain, each), estimate(seconds, first_over_second, each)
+    numbers = {
+        "tau_gain": gain.value,
+        "tau_gain_interval": None if gain.low is None else [gain.low, gain.high],
+        "speedup_interval": None if speedup.low is None else [speedup.low, speedup.high],
+    }
+    untimed = None if any(map(sum, seconds)) else "no time was measured"
+    why = {"speedup_interval": untimed or speedup.reason}
+    reasons = {key: why.get(key) or gain.reason for key, value in numbers.items() if value is None}
     return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
 
 
@@ -107,34 +104,6 @@ def _paired(record: dict[str, Any]) -> tuple[list[float], list[float]] | None:
     arms = list(zip(*same, strict=True))
     counts = [float(sum(r[name] for r in arm)) for arm in arms for name in ("accepted", "rounds")]
     return [sum(map(_serving, arm)) for arm in arms], counts
-
-
-def _tau_ratio(fixed_a: Any, fixed_s: Any, adapted_a: Any, adapted_s: Any) -> Any:
-    """tau over tau of sums of accepted tokens and rounds, or of arrays of them."""
-    return ((adapted_a + adapted_s) / adapted_s) / ((fixed_a + fixed_s) / fixed_s)
-
-
-def _interval(rows: list[list[float]], ratio: Callable[..., Any]) -> list[float] | None:
-    """Of a ratio of sums over rows [n, k] that are drawn whole, by Student's t on its logarithm."""
-    import numpy as np
-    from scipy.stats import bootstrap, t
-
-    def of_sums(*columns: Any, axis: int) -> Any:
-        return np.log(ratio(*(column.sum(axis=axis) for column in columns)))
-
-    n, columns = len(rows), tuple(np.array(rows).T)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = bootstrap(
-            columns, of_sums, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile", rng=0,
-            batch=max(1, AT_ONCE // n),
-        ).bootstrap_distribution  # fmt: skip
-        value = float(of_sums(*columns, axis=0))
-    if not math.isfinite(value):
-        return None
-    # Drawn from n, a mean varies by (n - 1) / n of what it should.
-    error = float(np.std(drawn[np.isfinite(drawn)])) * math.sqrt(n / (n - 1))
-    reach = float(t.ppf(0.975, n - 1)) * error
-    return [math.exp(value - reach), math.exp(value + reach)]
 
 
 def summarise_arm(responses: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:

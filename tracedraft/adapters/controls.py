@@ -6,6 +6,7 @@ the draft in general, from its repetitions, or from a fault of the measurement.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -30,7 +31,7 @@ class ControlSpec(InnerAdapterSpec):
 
     Attributes:
         control: "wrong_shift", each position is taught what follows the next one; "shuffled_teacher", what
-            follows a random one of the positions seen with it; "frozen", learning ends for good.
+            follows a random other one of the positions seen with it; "frozen", learning ends for good.
         after: "frozen" only: conversations after which it ends.
         pool: "shuffled_teacher" only: earlier positions of the response to choose from.
         inner: the learner.
@@ -93,16 +94,24 @@ class ControlAdapter(InnerAdapter):
         return Evidence(evidence.source, torch.cat((last, evidence.features[:-1])), evidence.teacher)
 
     def _shuffled(self, evidence: Evidence) -> Evidence:
-        """Teachers of random positions: of the same prompt, or of the response's last ones up to now."""
+        """Teachers of random other positions: of the same prompt, or of the response's last ones up to now."""
         count = len(evidence.features)
         if evidence.source == "prompt":
             order = torch.randperm(count, generator=self.draws)
-            return Evidence(evidence.source, evidence.features, lambda rows: evidence.teacher(order.to(rows)[rows]))
+            other = torch.empty_like(order)
+            other[order] = order.roll(1)
+            return self._with(evidence, count > 1, lambda rows: evidence.teacher(other.to(rows)[rows]))
         fresh = evidence.teacher(torch.arange(count, device=evidence.features.device))
         pool = torch.cat((self._pool[evidence.source], fresh)) if evidence.source in self._pool else fresh
         self._pool[evidence.source] = pool[-self.spec.pool :]
-        drawn = pool[torch.randint(len(pool), (count,), generator=self.draws).to(pool.device)]
-        return Evidence(evidence.source, evidence.features, drawn.__getitem__)
+        own = torch.arange(len(pool) - count, len(pool))
+        drawn = (own + torch.randint(1, max(len(pool), 2), (count,), generator=self.draws)) % len(pool)
+        return self._with(evidence, len(pool) > 1, pool[drawn.to(pool.device)].__getitem__)
+
+    @staticmethod
+    def _with(evidence: Evidence, several: bool, teacher: Callable[[Tensor], Tensor]) -> Evidence:
+        """Of a lone position nothing: there is no teacher but its own."""
+        return Evidence(evidence.source, evidence.features if several else evidence.features[:0], teacher)
 
     def maybe_update(self, round: int) -> Update | None:
         return self.inner.maybe_update(round) if self.learning else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from tracedraft.analysis.frames import BETWEEN
 from tracedraft.analysis.schema import Runs
-from tracedraft.analysis.statistics import ORDERS
+from tracedraft.statistics import ORDERS
 from tracedraft.workloads.prompts import is_dev
 
 CONVERSATIONS = 20  # different ones, behind each number

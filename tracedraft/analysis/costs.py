@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from tracedraft.analysis import statistics
+from tracedraft import statistics
 from tracedraft.analysis.paper import COUNTS, INNER, ordered, pair_name, temperatures, with_adapters
 from tracedraft.analysis.pooling import (
     Pools,

@@ -365,7 +365,9 @@ def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
             left.plot(at, np.cumsum(learner) - best, label="served", color="black", linestyle="-", marker="X")
             left.axhline(0, color="0.3", linewidth=0.8)
             left.set(xlabel="block", ylabel="regret (summed loss)", title="\n".join((title, *_compared(pool))))
-            left.legend()
+            low, high = left.get_ylim()
+            left.set_ylim(low, high + 0.4 * (high - low))  # the legend stands above the lines
+            left.legend(ncols=2, loc="upper left")
             for arm, name, look, rows in _arms({"served": pool}):
                 right.plot(*_tau_along(rows, arm, window), label=name, **look, markevery=5)
             right.set(xlabel="conversation", ylabel="accepted length", title=title)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from tracedraft.analysis import statistics
+from tracedraft import statistics
 from tracedraft.analysis.pooling import (
     Pools,
     compared,
@@ -25,8 +25,8 @@ from tracedraft.analysis.pooling import (
     where,
 )
 from tracedraft.analysis.schema import Runs
-from tracedraft.analysis.statistics import Estimate
 from tracedraft.analysis.tables import Cell, Column, Row, Table, cell, text
+from tracedraft.statistics import Estimate
 
 EIGHT = ("aime24", "aime25", "math500", "livecodebench", "olympiad_math", "olympiad_physics", "longwrite", "mtbench")
 LONG = EIGHT[:-1]  # reasoning, code and long writing; answers to chat are shorter

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tracedraft.analysis import statistics
+from tracedraft import statistics
 from tracedraft.analysis.check import development, unread
 from tracedraft.analysis.packed import ENDING
 from tracedraft.analysis.schema import Runs
-from tracedraft.analysis.statistics import Estimate
 from tracedraft.errors import UserError
+from tracedraft.statistics import Estimate
 
 LENGTHS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, float("inf"))
 FREE = ("seed", "measure", "plain", "threads")  # of a config: what may differ between runs of one pool

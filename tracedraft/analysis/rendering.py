@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tracedraft.analysis import statistics
+from tracedraft import statistics
 from tracedraft.analysis.tables import Cell, Column, Kind, Missing, Table, name_of
 from tracedraft.files import write_atomically
 from tracedraft.report import MISSING, markdown

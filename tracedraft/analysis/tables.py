@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from tracedraft.analysis import statistics
+from tracedraft import statistics
 from tracedraft.analysis.check import sharing
 from tracedraft.analysis.frames import BETWEEN
-from tracedraft.analysis.statistics import Estimate
 from tracedraft.errors import UserError
+from tracedraft.statistics import Estimate
 
 Kind = Literal["text", "tau", "gain", "ratio", "rate", "share", "milliseconds", "seconds", "count", "bytes"]
 MIXTURES = ("hardware", "versions", "lossless")

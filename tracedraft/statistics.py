@@ -1,4 +1,4 @@
-"""Intervals, tests and sample sizes for ratios of sums over conversations that two arms answered side by side.
+"""Intervals, tests and sample sizes of ratios of sums over conversations that two arms answered side by side.
 
 What is drawn is a conversation with all its numbers, so that both arms stay paired. Two things may vary beside the
 prompts: the seed of the noise and, for learners that keep what they learn, the order of the stream. They are a level
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 9999
+AT_ONCE = 2**22  # numbers drawn at a time: all resamples of 10,000 conversations would be gigabytes
 LEVEL = 0.95
 FEWEST = 3  # units below which an interval says nothing
 ORDERS = 3  # independent orders of a stream that a learner with a memory needs
@@ -134,16 +135,16 @@ def resampled(cube: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
 
     Of both each is drawn for itself, and a cell counts the product (Owen, "The pigeonhole bootstrap", 2007).
     """
-    random = np.random.default_rng(0)
-    units, levels = (_multinomial(random, count) for count in cube.shape[:2])
-    # Never [RESAMPLES, n] at once: hundreds of orders of hundreds of prompts would be gigabytes.
-    by_level = (units @ cube.reshape(len(cube), -1)).reshape(RESAMPLES, *cube.shape[1:])
+    random, flat = np.random.default_rng(0), cube.reshape(len(cube), -1)
+    parts = np.diff([*range(0, RESAMPLES, max(1, AT_ONCE // len(cube))), RESAMPLES])
+    by_level = np.concatenate([_multinomial(random, len(cube), part) @ flat for part in parts])
+    by_level, levels = by_level.reshape(RESAMPLES, *cube.shape[1:]), _multinomial(random, cube.shape[1], RESAMPLES)
     return by_level.sum(axis=1), levels @ cube.sum(axis=0), np.einsum("rl,rlk->rk", levels, by_level)
 
 
-def _multinomial(random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """How often each of ``count`` is drawn [RESAMPLES, count]."""
-    return random.multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)
+def _multinomial(random: np.random.Generator, count: int, times: int) -> NDArray[np.float64]:
+    """How often each of ``count`` is drawn [times, count]."""
+    return random.multinomial(count, np.full(count, 1 / count), size=times).astype(float)
 
 
 def blocks(runs: Sequence[Any], ids: Sequence[Any], positions: Sequence[int]) -> list[str]:
