@@ -9,6 +9,7 @@ import torch
 from conftest import golden_json, recompute
 from test_checkpoints import changed, published
 
+from tracedraft.config import ASSETS
 from tracedraft.drafts.eagle3 import Eagle3Draft, Eagle3Spec
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
@@ -85,3 +86,11 @@ def test_a_folder_is_not_asked_for_on_the_hub(path, monkeypatch, golden_target):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(UserError, match=r"no such folder \(a name without a slash"):
         Eagle3Spec("eagle3", path, None, "cache").check(golden_target.shape)
+
+
+def test_the_one_that_ships_is_small_and_fits_its_target():
+    folder = ASSETS / "eagle3-smollm2-135m"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 25 * 2**20
+    model = eagle3.load(folder, torch.bfloat16, "cpu")
+    assert model.vocab.max() < 49_152
+    assert (model.vocab.diff() > 0).all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from conftest import recompute
 from training_cases import TEXT, served, synthesise
 
 from tracedraft.errors import UserError
+from tracedraft.target import LlamaTarget
 from tracedraft.training import corpus as corpora
 from tracedraft.training import synthesis
 
@@ -51,7 +54,7 @@ def test_rows_follow_the_chat_template(corpus):
     """Each row opens as the template does; an end token is followed by the other role's header, and what the
     target then writes is flagged as answer, its end token included, in answers only."""
     tokenizer, ends, turns = served().tokenizer, served().target.eos_ids, {True: 0, False: 0}
-    template = synthesis.template_of(tokenizer)
+    template = synthesis.template_of(tokenizer, ends)
     assert tokenizer.decode(template.to_answer) == "\n<|im_start|>assistant\n"
     assert tokenizer.decode(template.to_question) == "\n<|im_start|>user\n"
     header = {True: template.to_answer, False: template.to_question}
@@ -83,6 +86,78 @@ def test_rows_follow_the_chat_template(corpus):
             answering = not answering
     assert min(turns.values()) > 20, "too few turns ended for the test to mean anything"
     assert 0 < systems < 3 * TEXT.batch
+
+
+VICUNA_LIKE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}U:{{ m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}A:{{ m['content'] }}<|im_end|>"
+    "{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def scripted(spec: synthesis.SynthesisSpec, said: list[str]) -> dict[str, torch.Tensor]:
+    """The shard of one row in which the target says these texts of itself, one token after the other."""
+    theirs = copy.deepcopy(served().tokenizer)
+    theirs.chat_template = VICUNA_LIKE
+    base = dataclasses.replace(served(), tokenizer=theirs)
+    end = theirs("<|im_end|>")["input_ids"][0]
+    target = LlamaTarget(base.target.model, base.target.taps, frozenset({end}), base.target.context)
+    writer = synthesis._Writer(dataclasses.replace(base, target=target), spec, random.Random(0), 0)
+    tokens = iter([token for text in said for token in theirs(text)["input_ids"]])
+    writer._draw = lambda logits, greedy: torch.tensor([0 if writer.queues[0] else next(tokens, 0)])
+    for _ in range(spec.length):
+        writer.step()
+    return writer.shard()
+
+
+@pytest.mark.parametrize("ending", ["A:", "<|im_end|>"])
+def test_a_question_that_no_token_ends_goes_over_into_its_answer(ending):
+    """As in Vicuna's and Llama 2's templates: the target writes the answer's header of itself, which is not written a
+    second time, or an end token, which the header takes the place of."""
+    script = ["why?", ending, "so.<|im_end|>", "how?", ending, "thus.<|im_end|>"]
+    whole = "U:why?A:so.<|im_end|>U:how?A:thus.<|im_end|>U:"
+    tokenizer = served().tokenizer
+    length = len(tokenizer(whole)["input_ids"])
+    spec = dataclasses.replace(TEXT, batch=1, length=length, plain_share=1.0, system_share=0.0)
+    shard = scripted(spec, script)
+    tokens, answer = shard["tokens"][0], shard["answer"][0]
+    assert tokenizer.decode(tokens.tolist()) == whole
+    assert tokenizer.decode(tokens[answer].tolist()) == "so.<|im_end|>thus.<|im_end|>"
+
+
+def test_a_template_that_refuses_a_system_line_is_named_before_any_work():
+    tokenizer = copy.deepcopy(served().tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + VICUNA_LIKE
+    )
+    theirs = dataclasses.replace(served(), tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"text\.system_share=0\.2: the target's chat template refuses it: no system"):
+        TEXT.makers(theirs, {})
+    assert dataclasses.replace(TEXT, system_share=0.0).makers(theirs, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"answer_temperature": -0.7}, "text.answer_temperature=-0.7: expected 0"),
+        ({"question_temperature": -1.0}, "text.question_temperature=-1.0: expected 0"),
+        ({"plain_share": 35.0}, "text.plain_share=35.0: expected a share"),
+        ({"system_share": -0.1}, "text.system_share=-0.1: expected a share"),
+    ],
+)
+def test_a_bad_setting_is_named_when_the_spec_is_built(changes, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        dataclasses.replace(TEXT, **changes)
+
+
+def test_what_questions_start_with_is_part_of_the_texts_identity(monkeypatch, tmp_path):
+    before = TEXT.identity()
+    (tmp_path / "training").mkdir()
+    for name in (synthesis.OPENINGS, synthesis.SYSTEMS):
+        (tmp_path / "training" / name).write_text("Tell me\n")
+    monkeypatch.setattr(synthesis, "ASSETS", tmp_path)
+    assert TEXT.identity() != before
 
 
 def test_answers_of_even_rows_are_greedy_and_no_others(corpus):
@@ -138,6 +213,6 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
     corpora.check_disk(served(dtype), short, tmp_path, 2)
     free(written / 0.97)
     with pytest.raises(UserError, match=r"the corpus still needs .* are free: lower text\.tokens or move"):
-        list(corpora.write(served(dtype), short, tmp_path / "new", []))
+        synthesise(tmp_path / "new", short, dtype)
     assert corpora.shards(tmp_path / "new") == []
-    assert list(corpora.write(served(dtype), short, tmp_path / "real", [])) == []  # nothing to write, none needed
+    assert synthesise(tmp_path / "real", short, dtype) == 0  # nothing to write, none needed

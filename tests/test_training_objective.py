@@ -120,3 +120,15 @@ def test_teacher_from_hidden_states_is_the_teacher_from_logits(golden_model, gol
     inside = [int(row.argmax()) in model.vocab.tolist() for row in logits]
     assert in_vocab.tolist() == inside
     assert len(set(inside)) == 2
+
+
+def test_rows_that_count_nowhere_give_no_loss_and_no_gradient(golden_model):
+    model = golden_model("eagle3_tiny")
+    batch = golden_batch(model)
+    none = dataclasses.replace(batch, counts=torch.zeros_like(batch.counts))
+    embedding = torch.randn(1000, model.config.layer.hidden_size)
+    total, losses = training_time_test(model, embedding, none, 3, 0.8)
+    total.backward()
+    assert total == 0
+    assert [loss.item() for loss in losses] == [0, 0, 0]
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from conftest import recompute
 from training_cases import SPEC, TEXT, served
 
 from tracedraft import chat
-from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.training import corpus, synthesis
 from tracedraft.training.conversations import ConversationsSpec
@@ -41,34 +41,40 @@ def conversations(folder: Path, *lines: str | list, length: int = 64) -> Convers
 
 
 def written(spec: corpus.TextSpec, folder: Path, prompts: list[str] | None = None) -> list[dict[str, torch.Tensor]]:
-    list(corpus.write(served(), spec, folder / "corpus", prompts or []))
+    makers = spec.makers(served(), corpus.known_runs(prompts or []))
+    list(corpus.write(served(), spec, makers, folder / "corpus"))
     return [corpus.read_shard(file) for file in corpus.shards(folder / "corpus")]
 
 
 def test_conversations_become_rows(tmp_path):
     """Tokens as in serving, answers flagged with their end token, context kept across pieces, padding uncounted."""
-    spec = conversations(tmp_path, SHORT, TALK, SHORT)
-    shards = written(spec, tmp_path)
+    (shard,) = written(dataclasses.replace(conversations(tmp_path, TALK), batch=9), tmp_path)
     tokenizer, target = served().tokenizer, served().target
     whole = chat.encode(tokenizer, TALK[:2]) + tokenizer("Four.<|im_end|>")["input_ids"]
-    rows = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
-    lengths = rows["counts"].sum(dim=1).tolist()
-    assert lengths[0] == lengths[-1] < 64
-    pieces = rows["tokens"][1:-1]
-    assert pieces.shape[0] >= 3
-    talk = torch.cat([row[:n] for row, n in zip(pieces, lengths[1:-1], strict=True)]).tolist()
-    assert talk[: len(whole)] == whole
-    answers = [
-        tokenizer.decode(talk[a:b])
-        for a, b in spans_of(torch.cat([row[:n] for row, n in zip(rows["answer"][1:-1], lengths[1:-1], strict=True)]))
-    ]
+    lengths = shard["counts"].sum(dim=1).tolist()
+    assert len(lengths) >= 3
+    assert lengths[:-1] == [64] * (len(lengths) - 1)
+    assert 0 < lengths[-1] < 64
+    talk, answer, taps = (shard[name][shard["counts"]] for name in ("tokens", "answer", "taps"))
+    assert talk[: len(whole)].tolist() == whole
+    answers = [tokenizer.decode(talk[a:b]) for a, b in spans_of(answer)]
     assert answers == ["Four.<|im_end|>", "Six, of course.<|im_end|>"]
-    taps, _, _ = recompute(target, talk)
-    got = torch.cat([row[:n] for row, n in zip(rows["taps"][1:-1], lengths[1:-1], strict=True)])
-    torch.testing.assert_close(got, taps, rtol=1e-4, atol=1e-3)
-    for row, n in enumerate(lengths):
-        assert not rows["answer"][row, n:].any()
-        assert not rows["hidden"][row, n:].any()
+    torch.testing.assert_close(taps, recompute(target, talk.tolist())[0], rtol=1e-4, atol=1e-3)
+    assert not shard["answer"][~shard["counts"]].any()
+    assert not shard["hidden"][~shard["counts"]].any()
+
+
+def test_no_conversation_is_in_both_held_out_and_training_text(tmp_path):
+    """Each of nine pieces, the three of a shard to a row; which come first is a matter of chance, not of the file."""
+    talks = [[{"role": "user", "content": f"{i}" * 150}, SHORT[1]] for i in range(9)]
+    shards = written(dataclasses.replace(conversations(tmp_path, *talks), batch=4), tmp_path)
+    digits = [
+        set(served().tokenizer.decode(shard["tokens"].flatten().tolist())) & set("012345678") for shard in shards
+    ]
+    assert len(digits) > 3
+    assert digits[0]
+    assert not digits[0] & set.union(*digits[1:])
+    assert digits[0] != {"0", "1"}
 
 
 def spans_of(flags: torch.Tensor) -> list[tuple[int, int]]:
@@ -110,7 +116,7 @@ def test_a_draft_trains_on_conversations(tmp_path):
     )
     losses = []
     trainer.run(tmp_path, lambda done: losses.append(done.loss))
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[1] / 2
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_what_the_chat_template_refuses_or_rewrites_is_named_before_any_work(tmp
     tokenizer = copy.deepcopy(served().tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=rf"text\.path=.*talk\.jsonl, {says}") as caught:
-        conversations(tmp_path, SHORT, second).makers(dataclasses.replace(served(), tokenizer=tokenizer))
+        conversations(tmp_path, SHORT, second).makers(dataclasses.replace(served(), tokenizer=tokenizer), {})
     assert "\n" not in str(caught.value)
 
 
@@ -174,7 +180,7 @@ def test_a_template_that_wants_a_user_beside_its_system_line_is_served(tmp_path)
         "{{ raise_exception('a question is missing') }}{% endif %}" + tokenizer.chat_template
     )
     (spec, theirs) = conversations(tmp_path, [*TALK, SHORT[0]]), dataclasses.replace(served(), tokenizer=tokenizer)
-    assert len(spec.makers(theirs)) == len(conversations(tmp_path, TALK).makers(served()))
+    assert len(spec.makers(theirs, {})) == len(conversations(tmp_path, TALK).makers(served(), {}))
 
 
 def test_no_file_or_an_empty_one_is_an_error(tmp_path):
@@ -187,14 +193,59 @@ def test_no_file_or_an_empty_one_is_an_error(tmp_path):
             written(spec, tmp_path)
 
 
-def test_rows_with_a_benchmark_prompt_count_nowhere(tmp_path):
-    """Case and punctuation do not hide one; a run of 12 words is no match."""
-    prompt = "Natalia sold clips to 48 of her friends in April, and then she sold half as many in May."
-    quoted = [{"role": "user", "content": prompt.upper().replace(",", " ...")}, SHORT[1]]
-    near = [{"role": "user", "content": " ".join(prompt.split()[:12])}, SHORT[1]]
-    (shard,) = written(conversations(tmp_path, SHORT, quoted, near, length=512), tmp_path, [prompt])
-    assert shard["counts"].any(dim=1).tolist() == [True, False, True]
-    assert shard["answer"].any(dim=1).tolist() == [True, False, True]
+PROMPT = "Natalia sold clips to 48 of her friends in April, and then she sold half as many in May."
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (PROMPT.upper().replace(",", " ..."), False),
+        (" ".join(PROMPT.split()[:12]), True),
+        ("So: give three tips, for staying healthy!", False),
+        ("Give three tips for staying.", True),
+        ("Say hello", True),  # a prompt, too, but too short to tell quotations from chance
+    ],
+)
+def test_a_conversation_that_quotes_a_benchmark_prompt_is_left_out(tmp_path, said, kept):
+    """Whatever of case and punctuation differs, and wherever it is cut: rows here are of 16 tokens."""
+    known = [PROMPT, "Give three tips for staying healthy.", "Say hello"]
+    quoted = [{"role": "user", "content": said}, SHORT[1]]
+    shards = written(
+        dataclasses.replace(conversations(tmp_path, SHORT, quoted, length=16), batch=64), tmp_path, known
+    )
+    (shard,) = shards
+    text = served().tokenizer.decode(shard["tokens"][shard["counts"]].tolist())
+    assert (said in text) == kept
+    assert "What is two and two?" in text
+
+
+def test_a_file_of_nothing_else_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="every conversation quotes a benchmark prompt"):
+        written(conversations(tmp_path, [{"role": "user", "content": PROMPT}, SHORT[1]]), tmp_path, [PROMPT])
+
+
+def test_a_row_of_synthesised_text_that_quotes_a_prompt_counts_nowhere(tmp_path):
+    """What the target wrote in one of its rows is taken for a prompt."""
+    short = dataclasses.replace(TEXT, tokens=TEXT.batch * TEXT.length, system_share=1.0)
+    (shard,) = written(short, tmp_path / "free")
+    systems = synthesis.lines("systems.txt")
+    texts = served().tokenizer.batch_decode(shard["tokens"].tolist())
+    line = next(line for line in systems if 5 <= len(words(line).split()) <= 13 and line in "".join(texts))
+    (again,) = written(short, tmp_path / "kept", [line])
+    clean = torch.tensor([words(line) not in words(text) for text in texts])
+    assert not clean.all()
+    for column in ("counts", "answer"):
+        assert torch.equal(again[column], shard[column] & clean[:, None])
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_prompts_is_an_error(tmp_path, there):
+    with pytest.raises(UserError, match=r"paths\.data=.*expected a folder that holds \*\.jsonl files"):
+        corpus.benchmark_prompts(tmp_path if there else tmp_path / "none")
 
 
 def workloads() -> Path:
@@ -206,7 +257,7 @@ def workloads() -> Path:
 
 def test_what_seeds_the_text_quotes_no_workload():
     """No six words in a row of an opening or system line stand in any local prompt set; a planted one is found."""
-    prompts = list(corpus.benchmark_prompts(workloads()))
+    prompts = corpus.benchmark_prompts(workloads())
     assert len(prompts) > 2000
     known = {gram for prompt in prompts for gram in corpus.ngrams([prompt], 6)}
     given = [*synthesis.lines("openings.txt"), *synthesis.lines("systems.txt")]
@@ -215,17 +266,8 @@ def test_what_seeds_the_text_quotes_no_workload():
     assert known & corpus.ngrams([long], 6)
 
 
-def test_synthesised_rows_share_no_thirteen_words_with_a_workload(tmp_path):
-    prompts = list(corpus.benchmark_prompts(workloads()))
-    short = dataclasses.replace(TEXT, tokens=TEXT.batch * TEXT.length)
-    (shard,) = written(short, tmp_path, prompts)
-    kept = [row for row, counts in zip(shard["tokens"], shard["counts"], strict=True) if counts.any()]
-    texts = served().tokenizer.batch_decode([row.tolist() for row in kept])
-    assert not corpus.ngrams(prompts) & corpus.ngrams(texts)
-
-
 def test_shipped_workloads_are_not_training_text():
     given = corpus.ngrams([*synthesis.lines("openings.txt"), *synthesis.lines("systems.txt")], 6)
-    prompts = list(corpus.benchmark_prompts(ASSETS / "workloads"))
+    prompts = corpus.benchmark_prompts(None)
     assert len(prompts) > 10
     assert not given & corpus.ngrams(prompts, 6)

@@ -40,4 +40,4 @@ def served(dtype: str = "float32") -> Served:
 
 
 def synthesise(folder: Path, spec: synthesis.SynthesisSpec = TEXT, dtype: str = "float32") -> int:
-    return sum(corpora.write(served(dtype), spec, folder, []))
+    return sum(corpora.write(served(dtype), spec, spec.makers(served(dtype), {}), folder))

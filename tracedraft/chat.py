@@ -8,17 +8,26 @@ from typing import Any
 from tracedraft.errors import UserError
 
 
+def render(tokenizer: Any, messages: Sequence[dict[str, str]], opened: bool) -> str:
+    """Messages as text; ``opened``, up to where an answer to the last one begins.
+
+    Raises:
+        UserError: the template refuses them.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened)
+    except Exception as error:  # templates raise whatever their author chose
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"the target's chat template refuses it: {reason}") from error
+
+
 def encode(tokenizer: Any, history: Sequence[dict[str, str]]) -> list[int]:
     """Token ids [L] of a history that ends in a user turn, up to where the answer begins.
 
     Raises:
         UserError: the template refuses the history.
     """
-    try:
-        text = tokenizer.apply_chat_template(list(history), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise whatever their author chose
-        raise UserError(f"the chat template refuses the conversation: {str(error).splitlines()[0]}") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(render(tokenizer, history, True), add_special_tokens=False)["input_ids"]
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:

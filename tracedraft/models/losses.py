@@ -54,7 +54,7 @@ def jsd(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 def acceptance(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """-log Σ min(p, q), what rejection sampling accepts ("LK loss")."""
     q = logits.softmax(dim=1)
-    accepted = torch.minimum(q, teacher).sum(dim=1, keepdim=True)
+    accepted = torch.minimum(q, teacher).sum(dim=1, keepdim=True).clamp_min(TINY)
     kept = q * (q < teacher)
     return -accepted[:, 0].log(), (q * kept.sum(dim=1, keepdim=True) - kept) / accepted
 
@@ -63,10 +63,19 @@ class HeadLoss(torch.autograd.Function):
     """Σ counts · objective(x Wᵀ, teacher), its gradient made on the way so that no [n, D] tensor in fp32 is kept.
 
     The products run at autocast's precision where it is on. A second output, without gradient: each row's share [n].
+    ``of`` [n], where several rows have one teacher: which of its rows belongs to each.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, teacher: Tensor, counts: Tensor, objective: Objective):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        teacher: Tensor,
+        counts: Tensor,
+        objective: Objective,
+        of: Tensor | None = None,
+    ):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.dtypes = x.dtype, weight.dtype
@@ -75,11 +84,11 @@ class HeadLoss(torch.autograd.Function):
             gradient = x.new_empty(len(x), len(weight))
             losses = []
             rows = max(1, min(ROWS, CELLS // len(weight)))
-            for some, share, taught, into in zip(
-                *(each.split(rows) for each in (x, counts, teacher, gradient)), strict=True
+            taught = teacher if of is None else of
+            for some, share, own, into in zip(
+                *(each.split(rows) for each in (x, counts, taught, gradient)), strict=True
             ):
-                logits, taught = (some @ weight.T).float(), taught.float()
-                loss, slope = objective(logits, taught)
+                loss, slope = objective((some @ weight.T).float(), (own if of is None else teacher[own]).float())
                 losses.append(share * loss)
                 into.copy_(slope.mul_(share[:, None]))
             ctx.save_for_backward(gradient @ weight, gradient.T @ x)
@@ -90,7 +99,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale: Tensor, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         of_x, of_weight = (g.to(kind).mul_(scale) for g, kind in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return of_x, of_weight, None, None, None
+        return of_x, of_weight, None, None, None, None
 
 
 def products_at(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[object]:

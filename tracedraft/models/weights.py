@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import pickle
@@ -267,6 +268,12 @@ def sha256_of_tensors(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _digest(file: Path, modified: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def converted_gguf(gguf: Path, sha256: str | None, cache: Path) -> tuple[Path, str]:
     """Folder with the GGUF's config, tokenizer, chat template and fp32 safetensors, made on first use; its sha256.
 
@@ -277,8 +284,7 @@ def converted_gguf(gguf: Path, sha256: str | None, cache: Path) -> tuple[Path, s
     """
     if not gguf.is_file():
         raise UserError(f"{gguf} is missing; reinstall its package")
-    with gguf.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    found = _digest(gguf, gguf.stat().st_mtime_ns)
     if sha256 is not None and found != sha256:
         raise UserError(f"{gguf}: sha256 {found[:12]}… is not the expected {sha256[:12]}…; reinstall its package")
     folder = cache / "gguf" / found[:16]

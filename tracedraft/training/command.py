@@ -55,13 +55,15 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"training.init={spec.init}: no such folder")
     if Path(cfg.corpus).resolve() == folder.resolve():
         raise UserError(f"corpus={cfg.corpus}: expected another folder than out, which the draft goes to")
+    prompts = corpus.benchmark_prompts(Path(cfg.paths.data) if cfg.paths.data else None)
     target_spec = build_spec(cfg.target, "target")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     served = target_spec.build()
-    makers = text.makers(served)
+    if text.length > served.target.context:
+        raise UserError(f"text.length={text.length}: the target reads at most {served.target.context} tokens")
+    makers = text.makers(served, corpus.known_runs(prompts))
     loop.check(spec, served.target, len(makers))
-    prompts = list(corpus.benchmark_prompts(Path(cfg.paths.data) if cfg.paths.data else None))
     made = identity(served, text, prompts)
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
@@ -72,7 +74,8 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
             source = {name: value for name, value in made["text"].items() if name != "tokens"}
             keep_settings(Path(cfg.corpus), {**made, "text": source}, OTHER_CORPUS)
             keep_settings(folder, {**made, "training": plain(spec)}, OTHER_OUT)
-            write_corpus(served, text, files, prompts, bar)
+            console.print(f"text that quotes one of {len(prompts)} benchmark prompts is left out")
+            write_corpus(served, text, makers, Path(cfg.corpus), bar)
         remove_scratch(folder / "draft")
         train(served, files, spec, folder, bar)
     print(f"draft: {folder / 'draft'}")
@@ -82,7 +85,7 @@ def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[
     """What decides a corpus: with another of these, shards of the same name hold something else."""
     target = served.target
     shape = {"taps": list(target.taps), "dtype": str(target.model.norm.weight.dtype).removeprefix("torch.")}
-    digest = f"sha256:{hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}" if prompts else None
+    digest = f"sha256:{hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}"
     return {
         "target": {**served.provenance, **shape, "context": target.context},
         "text": text.identity(),
@@ -90,11 +93,13 @@ def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[
     }
 
 
-def write_corpus(served: Served, text: corpus.TextSpec, files: list[Path], prompts: list[str], bar: Progress) -> None:
+def write_corpus(
+    served: Served, text: corpus.TextSpec, makers: list[corpus.Maker], folder: Path, bar: Progress
+) -> None:
     shard, began, new = text.batch * text.length, time.monotonic(), 0
-    total, have = len(files) * shard, sum(file.exists() for file in files) * shard
+    total, have = len(makers) * shard, sum(corpus.shard_file(folder, i).exists() for i in range(len(makers))) * shard
     task = bar.add_task("corpus", total=total, completed=have, note="tokens")
-    for written in corpus.write(served, text, files[0].parent, prompts):
+    for written in corpus.write(served, text, makers, folder):
         bar.advance(task, written)
         new += written
         if new % shard == 0 and not bar.console.is_terminal:
@@ -114,10 +119,11 @@ def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Pa
         if done.checked:
             point = trainer.curve[-1]
             held_out = f"held-out tau {show(point['tau_greedy'])} greedy, {show(point['tau_sampled'])} sampled"
-            left = (time.monotonic() - began) / (done.step - start) * (done.steps - done.step) / 60
-            line = f"step {done.step}/{done.steps}  loss {done.loss:.3f}  {held_out}  {left:.0f} min left"
-            bar.console.print(line, highlight=False)
-        bar.update(task, completed=done.step, note=f"loss {done.loss:.3f}  {held_out}")
+            taken = (time.monotonic() - began) / (done.step - start) if done.step > start else None
+            left = f"  {taken * (done.steps - done.step) / 60:.0f} min left" if taken else ""
+            said = f"step {done.step}/{done.steps}  loss {show(point['loss'])}  {held_out}{left}"
+            bar.console.print(said, highlight=False)
+        bar.update(task, completed=done.step, note=f"loss {show(done.loss)}  {held_out}")
 
     trainer.run(folder, report)
     if trainer.step < trainer.steps:

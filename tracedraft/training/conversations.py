@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracedraft import chat
 from tracedraft.config import plain
 from tracedraft.errors import UserError
 from tracedraft.target import Served
-from tracedraft.training.corpus import Maker, TextSpec
+from tracedraft.training.corpus import Known, Maker, TextSpec, quotes
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
 CHUNK = 512  # tokens of one pass over a conversation
 
-Piece = tuple[int, list[int], list[bool]]  # number of the piece, and its conversation's tokens and answer flags
+Talk = tuple[list[int], list[bool]]  # tokens of a conversation, and which are an answer's
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,29 @@ class ConversationsSpec(TextSpec):
         assert self.path is not None
         return {**plain(self), "path": f"sha256:{hashlib.sha256(Path(self.path).read_bytes()).hexdigest()}"}
 
-    def makers(self, served: Served) -> list[Maker]:
-        """The file is read whole here, so that a bad line is named before any work is done."""
-        pieces = [
-            (i, tokens, answer)
-            for tokens, answer in encoded(served, read_conversations(self.path))
-            for i in range(-(-len(tokens) // self.length))
-        ]
-        starts = range(0, len(pieces), self.batch)
-        return [partial(self._shard, served, pieces[start : start + self.batch]) for start in starts]
+    def makers(self, served: Served, known: Known) -> list[Maker]:
+        """The file is read whole here, so that a bad line is named before any work is done. Conversations come in an
+        order of chance, and none is cut between the first shard, which is held out, and the others."""
+        found = list(encoded(served, read_conversations(self.path)))
+        texts = served.tokenizer.batch_decode([tokens for tokens, _ in found])
+        talks = [talk for talk, text in zip(found, texts, strict=True) if not quotes(text, known)]
+        if not talks:
+            raise UserError(f"text.path={self.path}: every conversation quotes a benchmark prompt (paths.data)")
+        random.Random(0).shuffle(talks)
+        pieces = [(n, i) for n, (tokens, _) in enumerate(talks) for i in range(-(-len(tokens) // self.length))]
+        held_out = pieces[: self.batch]
+        rest = [(n, i) for n, i in pieces[self.batch :] if n > held_out[-1][0]]
+        shards = [held_out, *(rest[at : at + self.batch] for at in range(0, len(rest), self.batch))]
+        return [partial(self._shard, served, talks, shard) for shard in shards]
 
-    def _shard(self, served: Served, pieces: list[Piece]) -> Generator[int, None, dict[str, Tensor]]:
-        rows = []
-        for i, tokens, answer in pieces:
-            until = (i + 1) * self.length  # of a long conversation, what comes before is fed again
-            columns = forced(served, tokens[:until], answer[:until])
+    def _shard(
+        self, served: Served, talks: list[Talk], pieces: list[tuple[int, int]]
+    ) -> Generator[int, None, dict[str, Tensor]]:
+        """Of pieces, by conversation and place in it: what comes before one is seen by the target, too."""
+        rows, columns, of = [], {}, -1
+        for n, i in pieces:
+            if n != of:
+                columns, of = forced(served, *talks[n]), n
             rows.append({name: padded(column[i * self.length :], self.length) for name, column in columns.items()})
             yield self.length
         shard = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -89,7 +99,7 @@ def checked(line: str, where: str) -> list[Message]:
     return messages
 
 
-def encoded(served: Served, conversations: list[tuple[str, list[Message]]]) -> Iterator[tuple[list[int], list[bool]]]:
+def encoded(served: Served, conversations: list[tuple[str, list[Message]]]) -> Iterator[Talk]:
     """Token ids of each conversation, cut to the target's context, and which of them are an answer's.
 
     As in serving, an answer's tokens begin where the opened template ends. What follows the last one is left out.
@@ -126,10 +136,9 @@ def encoded(served: Served, conversations: list[tuple[str, list[Message]]]) -> I
 
 def _render(tokenizer: Any, messages: list[Message], opened: bool, where: str) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
-    except Exception as error:  # templates raise whatever their author chose
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{where}: the target's chat template refuses it: {reason}") from error
+        return chat.render(tokenizer, messages, opened)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 @torch.inference_mode()
@@ -141,7 +150,7 @@ def forced(served: Served, tokens: list[int], answer: list[bool]) -> dict[str, T
     seen = target.prefill(tokens)
     return {
         "tokens": torch.tensor(tokens, dtype=torch.int32),
-        "argmax": target.logits(seen.hidden).argmax(dim=1).int().cpu(),
+        "argmax": torch.cat([target.logits(some).argmax(dim=1).int().cpu() for some in seen.hidden.split(CHUNK)]),
         "answer": torch.tensor(answer),
         "counts": torch.ones(len(tokens), dtype=torch.bool),
         "taps": seen.taps.cpu(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from abc import ABC, abstractmethod
@@ -15,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tracedraft.config import plain
+from tracedraft.config import ASSETS, plain
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.target import Served
 from tracedraft.workloads.sources import read_file
 
 NGRAM = 13  # words; GPT-3's measure of contamination (arXiv 2005.14165, appendix C)
+SHORTEST = 5  # words of a shorter prompt that is looked for as a whole: with fewer, half of all text would hold one
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,16 @@ class TextSpec(ABC):
         return plain(self)
 
     @abstractmethod
-    def makers(self, served: Served) -> list[Maker]:
-        """One for each shard."""
+    def makers(self, served: Served, known: Known) -> list[Maker]:
+        """One for each shard; what quotes a benchmark prompt, as ``quotes`` finds it, is not to be learnt.
 
+        Raises:
+            UserError: what the target cannot be given, before any work is done.
+        """
+
+
+Known = dict[int, set[str]]
+"""By a number of words, runs of so many that stand in a benchmark's prompts."""
 
 Maker = Callable[[], Generator[int, None, dict[str, Tensor]]]
 """Makes one shard: yields the number of new tokens after each pass, returns the columns."""
@@ -67,28 +76,28 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
+def read_columns(path: Path, *names: str) -> list[Tensor]:
+    """Some of them, without reading the others."""
+    with safe_open(path, "pt") as file:
+        return [file.get_tensor(name) for name in names]
+
+
 def rows_of(path: Path, length: int) -> int:
     with safe_open(path, "pt") as file:
         rows, whole = file.get_slice("tokens").get_shape()
     return rows * (whole // length)
 
 
-def write(served: Served, spec: TextSpec, folder: Path, prompts: Iterable[str]) -> Iterator[int]:
+def write(served: Served, spec: TextSpec, makers: list[Maker], folder: Path) -> Iterator[int]:
     """Write the missing shards, yielding the number of new tokens after each pass.
-
-    Args:
-        prompts: of benchmarks; rows that share ``NGRAM`` words in a row with one are kept out of training.
 
     Raises:
         UserError: the disk has too little room for what is still to be written.
     """
-    makers = spec.makers(served)
     missing = [i for i in range(len(makers)) if not shard_file(folder, i).exists()]
     check_disk(served, spec, folder, len(missing))
-    known = ngrams(prompts)
     for index in missing:
         shard = yield from makers[index]()
-        block(shard, served.tokenizer, known)
         file = shard_file(folder, index)
         write_atomically(file, lambda path, shard=shard: save_file(shard, path), "choose another corpus=FOLDER")
 
@@ -115,17 +124,38 @@ def ngrams(texts: Iterable[str], n: int = NGRAM) -> set[str]:
     return found
 
 
-def block(shard: dict[str, Tensor], tokenizer, known: set[str]) -> int:
-    """Keep rows that share an n-gram with ``known`` out of training; returns how many there were."""
+def known_runs(prompts: Iterable[str]) -> Known:
+    """Of each prompt every run of ``NGRAM`` words, or all of it if it is shorter."""
+    known: Known = {NGRAM: set()}
+    for prompt in prompts:
+        words = len(re.findall(r"\w+", prompt))
+        if words >= SHORTEST:
+            size = min(words, NGRAM)
+            known.setdefault(size, set()).update(ngrams([prompt], size))
+    return known
+
+
+def quotes(text: str, known: Known) -> bool:
+    return any(not runs.isdisjoint(ngrams([text], size)) for size, runs in known.items())
+
+
+def block(shard: dict[str, Tensor], tokenizer, known: Known) -> int:
+    """Keep rows that quote a benchmark prompt out of training; returns how many there were."""
     texts = tokenizer.batch_decode(shard["tokens"].tolist())
-    blocked = [not known.isdisjoint(ngrams([text])) for text in texts]
+    blocked = [quotes(text, known) for text in texts]
     for column in ("counts", "answer"):
         shard[column][torch.tensor(blocked)] = False
     return sum(blocked)
 
 
-def benchmark_prompts(folder: Path | None) -> Iterator[str]:
-    """Every user turn of every prompt set in ``folder``; none without such a folder."""
-    for file in sorted(folder.glob("*.jsonl")) if folder is not None else []:
-        for _, turns in read_file(file, "local")[0]:
-            yield from turns
+def benchmark_prompts(folder: Path | None) -> list[str]:
+    """Every user turn of the prompt sets that ship, and of those in ``folder``.
+
+    Raises:
+        UserError: the folder holds none.
+    """
+    folders = [ASSETS / "workloads", *([folder] if folder is not None else [])]
+    files = [sorted(each.glob("*.jsonl")) for each in folders]
+    if not files[-1]:
+        raise UserError(f"paths.data={folder}: expected a folder that holds *.jsonl files, or null")
+    return [turn for file in itertools.chain(*files) for _, turns in read_file(file, "local")[0] for turn in turns]

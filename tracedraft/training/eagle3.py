@@ -12,7 +12,7 @@ from tracedraft.drafts.eagle3 import check_fit
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.target import LlamaTarget
-from tracedraft.training.corpus import read_shard
+from tracedraft.training.corpus import read_columns
 from tracedraft.training.loop import Pupil, TrainingSpec
 from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test
 from tracedraft.training.replay import hits
@@ -38,6 +38,10 @@ class Eagle3TrainingSpec(TrainingSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("draft_vocab_size", "unroll")
+        if self.length < self.unroll + 2:
+            raise UserError(
+                f"training.length={self.length}: expected at least training.unroll + 2 = {self.unroll + 2}"
+            )
 
     def check(self, target: LlamaTarget) -> None:
         if self.draft_vocab_size > target.vocab_size:
@@ -92,9 +96,9 @@ def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozense
     """The ``size`` most frequent next tokens of the corpus, ascending; ``always`` are among them."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for file in files:
-        shard = read_shard(file)
-        for column in ("argmax", "tokens"):
-            counts += torch.bincount(shard[column][shard["counts"]], minlength=vocab_size)
+        counted, *columns = read_columns(file, "counts", "argmax", "tokens")
+        for column in columns:
+            counts += torch.bincount(column[counted], minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return torch.topk(counts, size).indices.sort().values
 

@@ -68,13 +68,12 @@ class LmPupil(Pupil[Decoder]):
 
     def loss(self, raw: dict[str, Tensor]) -> Tensor:
         """Mean over all positions; of the first of a row nothing is learnt, as no slot of a draft makes it."""
-        features = self.model.norm(self.model.whole(raw["tokens"].long()))[:, 1:]
+        counted = raw["counts"][:, :-1] * raw["counts"][:, 1:]
+        features = self.model.norm(self.model.whole(raw["tokens"].long())[:, 1:][counted])
         with torch.no_grad():
-            teacher = self.target.model.lm_head(raw["hidden"][:, 1:]).softmax(dim=-1)
-        counts = (raw["counts"][:, :-1] * raw["counts"][:, 1:]).float() / raw["tokens"].numel()
-        objective = OBJECTIVES[self.spec.loss]
-        flat = (features.flatten(0, 1), self.model.lm_head.weight, teacher.flatten(0, 1), counts.flatten())
-        return HeadLoss.apply(*flat, objective)[0]
+            teacher = self.target.model.lm_head(raw["hidden"][:, 1:][counted]).softmax(dim=-1)
+        weights = torch.full((len(features),), 1 / raw["tokens"].numel(), device=features.device)
+        return HeadLoss.apply(features, self.model.lm_head.weight, teacher, weights, OBJECTIVES[self.spec.loss])[0]
 
     def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
         """Step k from slot i is the prediction of slot i + k, since the text before it is the same."""

@@ -92,6 +92,17 @@ class TrainingSpec(ABC):
     def __post_init__(self) -> None:
         counts = ("epochs", "batch", "length", "warmup_steps", "evaluate_every", "held_out_tokens")
         self._at_least_one(*counts)
+        ranges = {
+            "lr": (self.lr > 0, "above 0"),
+            "final_lr": (0 <= self.final_lr <= 1, "a share from 0 to 1"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two from 0 to below 1"),
+            "clip": (self.clip > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "length": (self.length > 1, "at least 2"),
+        }
+        for key, (fits, what) in ranges.items():
+            if not fits:
+                raise UserError(f"training.{key}={getattr(self, key)}: expected {what}")
         if self.loss not in OBJECTIVES:
             raise UserError(f"training.loss={self.loss}: expected one of {', '.join(OBJECTIVES)}")
         if self.patience is not None and self.patience < 1:
@@ -120,20 +131,29 @@ class HeldOut:
 
     @property
     def tau(self) -> float:
-        """Pooled over both kinds: what early stopping goes by."""
+        """Pooled over both kinds: what early stopping goes by.
+
+        Raises:
+            UserError: there is no answer in it.
+        """
         both = Tally(CHAIN)
         both.add(self.greedy)
         both.add(self.sampled)
-        return both.tau or 1.0
+        if both.tau is None:
+            raise UserError(
+                "the held-out text, the corpus's first shard, holds no answer to judge a draft by: raise "
+                "training.held_out_tokens or text.batch"
+            )
+        return both.tau
 
 
 @dataclass(frozen=True)
 class Progress:
-    """After a step; ``checked``, with a new point of the curve."""
+    """After a step, or before the first; ``checked``, with a new point of the curve."""
 
     step: int
     steps: int
-    loss: float
+    loss: float | None
     checked: bool
 
 
@@ -191,18 +211,22 @@ class Trainer:
         return self.step >= self.steps or (self.spec.patience is not None and self.worse >= self.spec.patience)
 
     def run(self, folder: Path, report: Callable[[Progress], None]) -> None:
-        each, earlier, began = self.steps // self.spec.epochs, self.seconds, time.monotonic()
+        each, earlier, began, losses = self.steps // self.spec.epochs, self.seconds, time.monotonic(), []
+        if not self.curve:  # a draft to go on from is only replaced by a better one
+            self.keep_best(folder, None)
+            report(Progress(0, self.steps, None, True))
         while not self.finished:
             rng = torch.Generator().manual_seed(self.spec.seed * 1000 + self.step // each)
             for raw in itertools.islice(batches(self.files, self.spec, rng), self.step % each, None):
-                loss = self._optimise(self._here(raw))
+                losses.append(self._optimise(self._here(raw)))
                 self.tokens += raw["tokens"].numel()
                 self.step += 1
                 due = self.step % self.spec.evaluate_every == 0 or self.step >= self.steps
                 if due:
                     self.seconds = earlier + time.monotonic() - began
-                    self.keep_best(folder, loss)
-                report(Progress(self.step, self.steps, loss, due))
+                    self.keep_best(folder, sum(losses) / len(losses))
+                report(Progress(self.step, self.steps, losses[-1], due))
+                losses = [] if due else losses
                 if self.finished:
                     return
 
@@ -246,7 +270,7 @@ class Trainer:
                 kinds[bool(shard["greedy"][row])].add(tally)
         return HeldOut(kinds[True], kinds[False])
 
-    def keep_best(self, folder: Path, loss: float) -> None:
+    def keep_best(self, folder: Path, loss: float | None) -> None:
         """Evaluate, write the draft if it is the best so far, and state and curve in any case."""
         held_out = self.evaluate()
         better = held_out.tau > self.best
@@ -262,8 +286,8 @@ class Trainer:
         write_atomically(folder / "state.pt", lambda path: torch.save(state, path), "choose another out=FOLDER")
         self._write_curve(folder)
 
-    def _point(self, held_out: HeldOut, loss: float) -> dict[str, Any]:
-        """One line of the curve; tokens and ``seconds`` of all sittings together."""
+    def _point(self, held_out: HeldOut, loss: float | None) -> dict[str, Any]:
+        """One line of the curve; tokens and ``seconds`` of all sittings together, ``loss`` since the line before."""
         greedy, sampled = held_out.greedy, held_out.sampled
         return {
             "step": self.step,

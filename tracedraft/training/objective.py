@@ -46,20 +46,21 @@ def training_time_test(
 
     The head takes all steps at once: of its gradient, as large as the vocabulary, one is made and not one a step.
     """
-    outputs, teachers, counts = [], [], []
+    outputs, teachers, weights, whole = [], [], [], batch.tokens.numel()
     slots = every_slot(batch.tokens, steps)
     for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, slots)):
         n = features.shape[1]
-        outputs.append(model.norm(features).flatten(0, 1))
-        teachers.append(batch.teacher[:, 1 + k :].flatten(0, 1))
         # of both: the position whose prediction counts, and the one that the teacher was taken at
         both = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
-        counts.append(both.flatten())
-    weights = [decay**k * mask / batch.tokens.numel() for k, mask in enumerate(counts)]
+        row, slot = both.nonzero(as_tuple=True)
+        outputs.append(model.norm(features[row, slot]))
+        teachers.append(row * batch.tokens.shape[1] + slot + 1 + k)
+        weights.append(decay**k * both[row, slot] / whole)
     total, shares = HeadLoss.apply(
-        torch.cat(outputs), model.lm_head.weight, torch.cat(teachers), torch.cat(weights), OBJECTIVES[objective]
-    )
-    each = shares.split([len(mask) for mask in counts])
+        torch.cat(outputs), model.lm_head.weight, batch.teacher.flatten(0, 1), torch.cat(weights),
+        OBJECTIVES[objective], torch.cat(teachers),
+    )  # fmt: skip
+    each = shares.split([len(mask) for mask in weights])
     return total, [share.sum() / decay**k for k, share in enumerate(each)]
 
 

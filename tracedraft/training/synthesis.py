@@ -7,20 +7,24 @@ learns from fall out of the same passes.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tracedraft import chat
 from tracedraft.config import ASSETS
 from tracedraft.errors import UserError
 from tracedraft.target import Served
-from tracedraft.training.corpus import Maker, TextSpec
+from tracedraft.training.corpus import Known, Maker, TextSpec, block
 
+OPENINGS, SYSTEMS = "openings.txt", "systems.txt"
 GROWTH = 64  # rows by which the cache grows, so that early passes do not attend over empty ones
 
 
@@ -45,45 +49,80 @@ class SynthesisSpec(TextSpec):
         super().__post_init__()
         if self.tokens < 1:
             raise UserError(f"text.tokens={self.tokens}: expected at least 1")
+        for key in ("question_temperature", "answer_temperature"):
+            if getattr(self, key) < 0:
+                raise UserError(f"text.{key}={getattr(self, key)}: expected 0 (greedy) or more")
+        for key in ("plain_share", "system_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise UserError(f"text.{key}={getattr(self, key)}: expected a share from 0 to 1")
 
-    def makers(self, served: Served) -> list[Maker]:
+    def identity(self) -> dict[str, Any]:
+        given = {name: (ASSETS / "training" / name).read_bytes() for name in (OPENINGS, SYSTEMS)}
+        return {**super().identity(), **{name: hashlib.sha256(text).hexdigest() for name, text in given.items()}}
+
+    def makers(self, served: Served, known: Known) -> list[Maker]:
+        self._check(served)
         count = -(-self.tokens // (self.batch * self.length))
-        return [partial(self._shard, served, index) for index in range(count)]
+        return [partial(self._shard, served, known, index) for index in range(count)]
 
-    def _shard(self, served: Served, index: int) -> Generator[int, None, dict[str, Tensor]]:
+    def _check(self, served: Served) -> None:
+        template_of(served.tokenizer, served.target.eos_ids)
+        if self.system_share:
+            turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+            try:
+                chat.render(served.tokenizer, turns, False)
+            except UserError as error:
+                raise UserError(f"text.system_share={self.system_share}: {error}; give 0") from error
+
+    def _shard(self, served: Served, known: Known, index: int) -> Generator[int, None, dict[str, Tensor]]:
         writer = _Writer(served, self, random.Random(f"{self.seed}/{index}"), self.seed * 100_003 + index)
         for _ in range(self.length):
             writer.step()
             yield self.batch
-        return writer.shard()
+        shard = writer.shard()
+        block(shard, served.tokenizer, known)
+        return shard
 
 
 @dataclass(frozen=True)
 class Template:
-    """Token ids that the chat template puts between what is written."""
+    """What the chat template puts between what is written.
+
+    Attributes:
+        to_answer, to_question: token ids, but for an end token, which is the target's to write.
+        ends_questions: whether a user's turn ends by an end token; else the target goes on to the answer by itself.
+        answers: the text by which it does.
+    """
 
     to_answer: list[int]
     to_question: list[int]
+    ends_questions: bool
+    answers: str
 
 
 def lines(name: str) -> list[str]:
-    return [line for line in (ASSETS / "training" / name).read_text().split("\n") if line.strip()]
+    """Texts of a line each; a line end inside one is written as \\n."""
+    found = (ASSETS / "training" / name).read_text().split("\n")
+    return [line.replace("\\n", "\n") for line in found if line.strip()]
 
 
 def _encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def template_of(tokenizer) -> Template:
+def template_of(tokenizer, ends: frozenset[int]) -> Template:
+    """Of a tokenizer whose turns any of ``ends`` ends.
+
+    Raises:
+        UserError: the template refuses two plain turns.
+    """
     user, answer, again = "XUSERX", "XANSWERX", "XAGAINX"
     turns = [{"role": r, "content": c} for r, c in (("user", user), ("assistant", answer), ("user", again))]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    opened = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    to_answer = _encode(tokenizer, opened.partition(user)[2])
-    to_question = _encode(tokenizer, text.partition(answer)[2].partition(again)[0])
-    # the end-of-turn token is the model's own to write
-    skip = [int(ids[0] == tokenizer.eos_token_id) for ids in (to_answer, to_question)]
-    return Template(to_answer[skip[0] :], to_question[skip[1] :])
+    opened = chat.render(tokenizer, turns[:1], True).partition(user)[2]
+    to_answer = _encode(tokenizer, opened)
+    to_question = _encode(tokenizer, chat.render(tokenizer, turns, False).partition(answer)[2].partition(again)[0])
+    skip = [int(ids[:1] != [] and ids[0] in ends) for ids in (to_answer, to_question)]
+    return Template(to_answer[skip[0] :], to_question[skip[1] :], bool(skip[0]), opened.strip())
 
 
 class _Writer:
@@ -95,8 +134,9 @@ class _Writer:
         self.device = model.norm.weight.device
         self.cache, self.rope = model.cache(spec.batch, GROWTH), model.rope(spec.length)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.template = template_of(served.tokenizer)
-        self.openings, self.systems = lines("openings.txt"), lines("systems.txt")
+        self.template = template_of(served.tokenizer, served.target.eos_ids)
+        self.asked: list[list[int]] = [[] for _ in range(spec.batch)]  # what the target wrote of each row's question
+        self.openings, self.systems = lines(OPENINGS), lines(SYSTEMS)
         self.queues = [deque(self._beginning()) for _ in range(spec.batch)]
         self.answering = [False] * spec.batch
         self.in_answer = [False] * spec.batch
@@ -112,7 +152,7 @@ class _Writer:
         turns = [{"role": "user", "content": "XUSERX"}]
         if self.rng.random() < self.spec.system_share:
             turns.insert(0, {"role": "system", "content": self.rng.choice(self.systems)})
-        text = self.served.tokenizer.apply_chat_template(turns, tokenize=False)
+        text = chat.render(self.served.tokenizer, turns, False)
         return _encode(self.served.tokenizer, text.partition("XUSERX")[0]) + self._opening()
 
     @torch.inference_mode()
@@ -153,15 +193,36 @@ class _Writer:
         return greedy.index_copy(0, torch.tensor(rows, dtype=torch.long, device=self.device), drawn[:, 0])
 
     def _follow(self, row: int, token: int) -> int:
+        """What the row is fed next: of a queue, or ``token``, which the target wrote; turns change hands here."""
         queue = self.queues[row]
         self.in_answer[row] = self.answering[row] and not queue
         if queue:
             return queue.popleft()
+        if not (self.answering[row] or self.template.ends_questions):
+            return self._unended(row, token)
         if token in self.served.target.eos_ids:
-            self.answering[row] = not self.answering[row]
-            queue.extend(self.template.to_answer if self.answering[row] else self.template.to_question)
-            if not self.answering[row]:
-                queue.extend(self._opening())
+            self._turn(row)
+        return token
+
+    def _turn(self, row: int) -> None:
+        self.answering[row] = not self.answering[row]
+        self.queues[row].extend(self.template.to_answer if self.answering[row] else self.template.to_question)
+        if not self.answering[row]:
+            self.queues[row].extend(self._opening())
+
+    def _unended(self, row: int, token: int) -> int:
+        """The same in a question that no token ends: there the target writes the header of the answer itself, or else
+        an end token, which the header takes the place of."""
+        asked = self.asked[row]
+        if token in self.served.target.eos_ids:
+            asked.clear()
+            self._turn(row)
+            return self.queues[row].popleft()
+        asked.append(token)
+        tail = self.served.tokenizer.decode(asked[-2 * len(self.template.to_answer) :])
+        if tail.rstrip().endswith(self.template.answers):
+            asked.clear()
+            self.answering[row] = True
         return token
 
     def shard(self) -> dict[str, Tensor]:
