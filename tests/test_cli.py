@@ -243,7 +243,8 @@ def test_a_sweep_goes_on_after_a_bad_run_and_lists_it(tmp_path):
     assert "failed: sample_math_persistent_0" in out
 
 
-def test_sigterm_leaves_whole_records(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_leaves_whole_records(tmp_path, number, code):
     folder = tmp_path / "run"
     long = ("workload.limit=null", "decode.max_new_tokens=128", f"hydra.run.dir={folder}")
     process = start(*TINY, *long, cwd=tmp_path)
@@ -253,12 +254,14 @@ def test_sigterm_leaves_whole_records(tmp_path):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == code
     assert "Traceback" not in err
+    if number == signal.SIGINT:
+        assert f"interrupted: the same command with hydra.run.dir={folder} goes on" in err
     assert (folder / CONVERSATIONS).read_bytes().endswith(b"}\n")
     assert 1 <= len(read_conversations(folder)) < 12
     assert not (folder / SUMMARY).exists()

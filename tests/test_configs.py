@@ -205,6 +205,15 @@ def test_every_experiment_composes_and_its_values_arrive(file):
     build_all(composed(f"experiment={file.stem}", *sweep(file)))
 
 
+@pytest.mark.parametrize("file", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_only_experiments_that_choose_settings_touch_development_prompts(file):
+    """Tables leave out every run that answered one."""
+    spec = build_all(composed(f"experiment={file.stem}", *sweep(file)))["workload"]
+    tuning = file.stem == "dev" or file.stem.startswith(("ablate", "controls", "stream_steps_optimistic"))
+    for each in getattr(spec, "sources", {"": spec}).values():
+        assert tuning or each.split == "test" or each.shipped
+
+
 def test_an_experiment_has_the_last_word_after_the_defaults_and_the_user_after_it(tmp_path):
     (tmp_path / "experiment").mkdir()
     text = """\

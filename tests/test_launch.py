@@ -140,6 +140,53 @@ def test_only_failed_ones_if_asked(here, folder):
     assert len(runs_in(folder)) == 2
 
 
+def test_what_failed_is_still_known_as_such_after_an_interruption(here, folder):
+    """Every command writes down all its runs as queued."""
+    failing(here, {0, 1}, "died")
+    assert command("seed=0,1,2") == 1
+    here.answer = Here.answer
+
+    def press(pool: Here) -> None:
+        if not here.served:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    here.served.clear()
+    here.on_wait = press
+    assert command("seed=0,1,2", "launcher.resume=retry_failed", "launcher.workers=1") == 130
+    here.on_wait = None
+    first = list(here.served)
+    assert len(first) == 1
+    assert command("seed=0,1,2", "launcher.resume=retry_failed") == 0
+    assert len(here.served) == 2
+    assert len(runs_in(folder)) == 3
+    assert command("seed=0,1,2", "launcher.resume=retry_failed") == 0
+    assert len(here.served) == 2
+
+
+def test_a_run_that_raised_is_tried_again_by_another_worker(here, folder):
+    """After some errors, of CUDA say, no later run of that process could go well."""
+    killed = []
+    kill = Here.kill
+
+    def noted(pool: Here, hand) -> None:
+        killed.append(hand.number)
+        kill(pool, hand)
+
+    here.kill = noted
+    failing(here, {0}, "failed")
+    assert command("seed=0,1") == 1
+    assert len(killed) == 2
+
+
+def test_a_finished_run_without_its_learner_says_so(here, folder, capsys):
+    assert command("adapter=persistent") == 0
+    assert command("adapter=persistent", "keep_learner=true") == 0
+    assert len(here.served) == 1
+    assert "without its learner: launcher.resume=fresh" in capsys.readouterr().err
+    assert command("adapter=persistent", "keep_learner=true", "launcher.resume=fresh") == 0
+    assert len(list(folder.glob("*/learner.pt"))) == 1
+
+
 def test_bad_input_fails_its_run_alone_and_is_not_tried_again(here, folder, capsys):
     assert command("decode.top_p=1.5,0.9") == 1
     assert len(here.served) == 1
@@ -148,7 +195,7 @@ def test_bad_input_fails_its_run_alone_and_is_not_tried_again(here, folder, caps
     assert "failed: sample_math_persistent_0 (decode.top_p=1.5" in out
     assert "decode.top_p=1.5" in (folder / "sample_math_persistent_0" / "run.log").read_text()
     # What only the worker finds out is as final.
-    assert command("decode.acceptance=rejection,exact") == 1
+    assert command("decode.cache_bucket=256,1000000000000") == 1
     assert len(here.served) == 3
 
 

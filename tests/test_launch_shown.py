@@ -83,8 +83,8 @@ def test_the_tail_of_a_running_run_equals_its_summary(here, folder):
     tail.read()
     summary = records.read_summary(folder / name)
     assert tail.conversations == 3
-    assert tail.tau == pytest.approx(summary["tau"])
-    assert tail.tokens_per_s == pytest.approx(summary["tokens_per_s"])
+    assert tail.sums.tau == pytest.approx(summary["tau"])
+    assert tail.sums.tokens_per_s == pytest.approx(summary["tokens_per_s"])
 
 
 def test_the_estimate_goes_by_what_is_most_alike():

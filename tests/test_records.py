@@ -111,6 +111,27 @@ def test_the_same_run_goes_on_where_it_stopped(tmp_path):
         ]
 
 
+def test_an_attempt_that_a_crash_cut_short_does_not_spoil_the_next(tmp_path):
+    RunDir.open(tmp_path, {}, ORIGIN).close()
+    with open(tmp_path / "attempts.jsonl", "ab") as file:
+        file.write(b'{"attempt":2,"fr')
+    RunDir.open(tmp_path, {}, ORIGIN).close()
+    assert [attempt["attempt"] for attempt in read_attempts(tmp_path)] == [1, 2]
+
+
+def test_a_draft_of_a_conversation_that_a_crash_lost_is_never_served(tmp_path):
+    """Learnt after the second one, whose record is not there; done again it may learn nothing, and write no draft."""
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        run.append({"id": 1})
+        for keep in (run.keep_draft, run.keep_learner):
+            keep(2, lambda path: path.write_text("lost"))
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        run.append({"id": 2})
+    with RunDir.open(tmp_path, {}, ORIGIN) as run:
+        assert run.done == [{"id": 1}, {"id": 2}]
+        assert run.draft() is run.learner() is None
+
+
 def test_another_run_and_a_finished_one_are_refused(tmp_path):
     with RunDir.open(tmp_path, {}, ORIGIN) as run:
         run.append({"id": 1})

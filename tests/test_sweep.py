@@ -14,7 +14,7 @@ from pathlib import Path
 
 import launch_cases
 import pytest
-from launch_cases import Faulty, command, said, states
+from launch_cases import TINY, Faulty, command, said, states
 
 from tracedraft import records
 from tracedraft.launch import pool as pools
@@ -158,13 +158,21 @@ def test_a_folder_that_workers_do_not_see_is_filled_from_afar(ray, folder, tmp_p
     """The workers' machine is told to look for a file that isn't there."""
     monkeypatch.setattr(sweeps.Path, "touch", lambda *_, **__: None)
     afar = Path(tempfile.gettempdir())
-    assert command("seed=0", "launcher.workers=1", "launcher.cpus_per_worker=1") == 0
+    asked = ("adapter=osd", "adapter.outer.update_interval=1", "keep_learner=true")
+    assert command("seed=0", *asked, "launcher.workers=1", "launcher.cpus_per_worker=1") == 0
     monkeypatch.undo()
     (name,) = (path.parent.name for path in folder.glob(f"*/{records.SUMMARY}"))
-    assert {path.name for path in (folder / name).iterdir()} >= {"config.yaml", "summary.json", workers.LOG}
+    left = {"config.yaml", "attempts.jsonl", "conversations.jsonl", "summary.json", "learner.pt", "draft.pt"}
+    assert {path.name for path in (folder / name).iterdir()} >= left | {workers.LOG}
     (scratch,) = afar.glob(f"tracedraft-.sweep-*/{name}")
-    assert said(scratch) == said(folder / name)
+    assert not [path for path in scratch.iterdir() if path.is_file()]
     shutil.rmtree(scratch.parent)
+
+
+def test_records_name_the_command_and_no_machine(ray, folder):
+    assert command("seed=0", "launcher.workers=1", "launcher.cpus_per_worker=1") == 0
+    (attempts,) = map(records.read_attempts, (path.parent for path in folder.glob(f"*/{records.SUMMARY}")))
+    assert attempts[0]["argv"] == ["run", "-m", *TINY, "seed=0", "launcher.workers=1", "launcher.cpus_per_worker=1"]
 
 
 def test_a_lost_machine_loses_only_the_runs_on_it(folder, monkeypatch):

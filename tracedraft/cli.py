@@ -79,14 +79,24 @@ def _quiet() -> None:
 
 def run() -> None:
     """The main job: a run, or a sweep of them."""
-    sys.argv[1:] = map(_late, sys.argv[1:])
-    _run()
+    typed = sys.argv
+    sys.argv = _late(typed)
+    try:
+        _run()
+    finally:
+        sys.argv = typed
 
 
-def _late(argument: str) -> str:
-    """Hydra looks for the keys of a sweep in what its groups default to, where those of the options that it goes over
-    need not be; marked so, they are first looked for in each run's own config, which names what is unknown."""
-    return f"++{argument}" if argument.partition(".")[0] in SWEPT and "=" in argument else argument
+def _late(typed: list[str]) -> list[str]:
+    """Hydra looks for a sweep's keys in what the groups default to, where those of the options that it goes over need
+    not be. Marked by ++ they are first looked for in each run's own config, which names what is unknown.
+
+    Not those of an experiment, which says what its groups default to and may go over such keys itself.
+    """
+    if any(argument.startswith("experiment=") for argument in typed):
+        return typed
+    swept = [group for group in SWEPT for a in typed if a.startswith(f"{group}=") and ("," in a or "(" in a)]
+    return [f"++{a}" if "=" in a and a.partition(".")[0] in swept else a for a in typed]
 
 
 @hydra.main(version_base="1.3", config_path=str(shipped_dir("conf")), config_name="config")
@@ -113,6 +123,11 @@ def _run(cfg: DictConfig) -> float | None:
         # The sweep goes on, and Hydra keeps the message to its end.
         print(f"failed: {folder.name}: {error}", file=sys.stderr)
         raise OneLine(f"error: {error}") from None
+    except KeyboardInterrupt:
+        if swept:
+            raise
+        print(f"interrupted: the same command with hydra.run.dir={folder} goes on", file=sys.stderr)
+        raise SystemExit(130) from None
     if not swept:
         show(result_table([row(summary)]))
         print(f"record: {folder}")

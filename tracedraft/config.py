@@ -101,6 +101,8 @@ def _nested(node: DictConfig, key: str) -> Any:
 
 
 def _inner(node: DictConfig, key: str) -> Any:
+    if not isinstance(node, DictConfig) or node._is_none():
+        raise UserError(f"{key}={node}: expected an option with its keys, as the others beside it")
     try:
         return build_spec(node, key)
     except UserError as error:  # which names the spec's keys as if it were the whole group

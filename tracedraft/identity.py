@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tracedraft.adapters.both import BothSpec
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
+from tracedraft.errors import UserError
 from tracedraft.types import Conversation
 
 GROUPS = ("target", "draft", "adapter", "workload", "decode")
@@ -38,6 +39,7 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
         UserError: a bad value, prompts or weights that can't be had, or a draft that does not fit.
     """
     check_settings(cfg)
+    check_replayable(cfg)
     known = {} if known is None else known
     specs = {group: _built(cfg, group, known) for group in GROUPS}
 
@@ -58,6 +60,19 @@ def identify(cfg: DictConfig, known: dict[str, Any] | None = None) -> Identity:
     }
     settings = {key: cfg[key] for key in SETTINGS}
     return Identity(specs, conversations, data, fingerprint({**specs, **settings}, contents))
+
+
+def check_replayable(cfg: DictConfig) -> None:
+    """Raises UserError when only a live target could answer what ``measure=acceptance`` is asked for."""
+    if cfg.measure != "acceptance":
+        return
+    if cfg.plain:
+        raise UserError("plain=True: expected false with measure=acceptance, which times nothing")
+    if cfg.decode.acceptance != "exact":
+        raise UserError(
+            f"decode.acceptance={cfg.decode.acceptance!r}: expected exact with measure=acceptance, since otherwise "
+            "the response depends on the draft and can't be replayed"
+        )
 
 
 def _built(cfg: DictConfig, group: str, known: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,15 @@ class Bench:
     replays: dict[str, Response] = dataclasses.field(default_factory=dict)
 
 
-def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) -> dict[str, Any]:
+def measure(
+    cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1, argv: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Run one configuration and leave its record in ``folder``.
 
     Args:
         sweep: name of the sweep that this run belongs to, which becomes its W&B group.
         workers: how many of this machine's processes run at once, which timings depend on.
+        argv: the user's command, where that is not this process's.
 
     Returns:
         the summary, as written.
@@ -74,7 +77,6 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
     Raises:
         UserError: bad input; whatever was on disk stays as it was.
     """
-    check_replayable(cfg)
     run = identify(cfg)
     specs, conversations = run.specs, run.conversations
     if done := records.finished(folder, run.fingerprint):
@@ -92,7 +94,7 @@ def measure(cfg: DictConfig, folder: Path, sweep: str | None, workers: int = 1) 
     weights = {"target_weights": served.provenance, "draft_weights": draft}
     bench, plan = with_plan(bench, arms[0].draft, draft["sha256"], records.read_attempts(folder))
     experiment = cfg.wandb.group or sweep or "single"
-    origin = {**provenance(), **identity, **weights, "workers": workers, "experiment": experiment, **plan}
+    origin = {**provenance(argv), **identity, **weights, "workers": workers, "experiment": experiment, **plan}
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
     with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as record, sigterm_as_exit():
@@ -127,6 +129,7 @@ def mirror_of(cfg: DictConfig, header: dict[str, Any], folder: Path) -> Tracker:
         run_dir=folder,
         run_id=f"{attempt}-{uuid.uuid4().hex[:6]}",
         hidden=(rows.COUNTS,),
+        of_rows=rows.OF_ROWS,
     )
 
 
@@ -163,19 +166,6 @@ def recordings(cfg: DictConfig, draft: dict[str, str | None]) -> dict[str, Any]:
     groups = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("target", "draft", "decode")}
     known = _REPLAYS.setdefault(json.dumps([groups, draft["sha256"]], sort_keys=True), {})
     return {"recordings": Path(cfg.paths.recordings), "replays": known}
-
-
-def check_replayable(cfg: DictConfig) -> None:
-    """Raises UserError when only a live target could answer what ``measure=acceptance`` is asked for."""
-    if cfg.measure != "acceptance":
-        return
-    if cfg.plain:
-        raise UserError("plain=True: expected false with measure=acceptance, which times nothing")
-    if cfg.decode.acceptance != "exact":
-        raise UserError(
-            f"decode.acceptance={cfg.decode.acceptance!r}: expected exact with measure=acceptance, since otherwise "
-            "the response depends on the draft and can't be replayed"
-        )
 
 
 _LOADED: dict[str, Served] = {}

@@ -16,6 +16,7 @@ UPDATE_COLUMNS = (
     "held_out_kl_before", "held_out_kl_after", "drift",
 )  # fmt: skip
 OUTER = ("block", "loss", "loss_after", "drift", "seconds", "committed")
+OF_ROWS = ("acceptance.*", "updates.*", "drift.*", "outer.*")  # beside those that a run has as well
 
 
 def row(record: dict[str, Any]) -> dict[str, Any]:
@@ -38,9 +39,7 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
 def _outer(outer: dict[str, Any]) -> dict[str, Any]:
     """What was learnt after the conversation."""
     learners = outer.get("learners") or {"p": [], "losses": []}
-    shown = {
-        f"outer.{name}": outer.get(name) for name in ("block", "loss", "loss_after", "drift", "seconds", "committed")
-    }
+    shown = {f"outer.{name}": outer.get(name) for name in OUTER}
     for name in ("p", "losses"):
         shown |= {f"outer.{name}.{i}": value for i, value in enumerate(learners[name], 1)}
     return shown

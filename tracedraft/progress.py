@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from tracedraft.summary import summarise
+from tracedraft.summary import Sums, paired_seconds
 from tracedraft.types import Response
 
 
@@ -18,7 +18,8 @@ class Progress:
     def __init__(self, conversations: int, names: dict[str, str]):
         self.console = Console(stderr=True)
         self.live = self.console.is_terminal
-        self.total, self.records, self.label = conversations, [], f"{names['workload']} {names['adapter']}"
+        self.total, self.done, self.label = conversations, 0, f"{names['workload']} {names['adapter']}"
+        self.fixed, self.adapted, self.paired = Sums("fixed"), Sums("adapted"), [0.0, 0.0]
         self.serving = self.so_far = ""
         self.bar = Bar(
             TextColumn("{task.description}"),
@@ -42,7 +43,8 @@ class Progress:
 
     def resume(self, records: list[dict[str, Any]]) -> None:
         """What earlier attempts did."""
-        self.records += records
+        for record in records:
+            self._add(record)
         self.so_far = self.numbers()
         self.bar.update(self.task, completed=len(records), numbers=self.so_far)
         if records:
@@ -56,7 +58,7 @@ class Progress:
 
     def conversation(self, record: dict[str, Any]) -> None:
         """After each conversation, with the record that was just written."""
-        self.records.append(record)
+        self._add(record)
         self.so_far = self.numbers()
         self.bar.update(self.task, advance=1, numbers=self.so_far)
         if record["refused"]:
@@ -67,19 +69,25 @@ class Progress:
                 highlight=False,
             )
         if not self.live:
-            self.console.print(f"{self.label} {len(self.records)}/{self.total} {self.so_far}", highlight=False)
+            self.console.print(f"{self.label} {self.done}/{self.total} {self.so_far}", highlight=False)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self.done += 1
+        for arm in (self.fixed, self.adapted):
+            arm.add(record)
+        self.paired = [a + b for a, b in zip(self.paired, paired_seconds(record), strict=True)]
 
     def numbers(self) -> str:
         """Sums over the conversations so far."""
-        if not self.records:
+        if not self.done:
             return ""
-        so_far = summarise(self.records)
 
         def text(value: float | None, digits: int) -> str:
             return "—" if value is None else f"{value:.{digits}f}"
 
+        fixed, adapted = self.paired
         return (
-            f"tau {text(so_far['fixed']['tau'], 2)} → {text(so_far['tau'], 2)}  "
-            f"tok/s {text(so_far['fixed']['tokens_per_s'], 1)} → {text(so_far['tokens_per_s'], 1)}  "
-            f"speedup {text(so_far['speedup'], 3)}"
+            f"tau {text(self.fixed.tau, 2)} → {text(self.adapted.tau, 2)}  "
+            f"tok/s {text(self.fixed.tokens_per_s, 1)} → {text(self.adapted.tokens_per_s, 1)}  "
+            f"speedup {text(fixed / adapted if adapted else None, 3)}"
         )

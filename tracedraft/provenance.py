@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from tracedraft import __version__
 from tracedraft.config import PACKAGE
 
 
-def provenance() -> dict[str, Any]:
+def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Where a run comes from, less what only the caller knows (data and weights sha256, fingerprint).
+
+    Args:
+        argv: the user's command, where that is not this process's.
 
     Unknown facts are None; this never raises. The host's name is left out on purpose: records get published.
     """
@@ -25,11 +30,11 @@ def provenance() -> dict[str, Any]:
 
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": list(sys.argv),
+        "argv": list(sys.argv if argv is None else argv),
         "versions": {"python": platform.python_version(), "tracedraft": __version__}
         | {"torch": torch.__version__}  # which says the build, as a wheel's metadata need not
         | {name: _version(name) for name in ("transformers", "hydra-core", "wandb")},
-        "git": git_state(PACKAGE.parent),
+        "git": own_code(),
         "hardware": {
             "platform": platform.platform(),
             "cpu": _cpu_model(),
@@ -40,6 +45,12 @@ def provenance() -> dict[str, Any]:
         },
         "torch_threads": torch.get_num_threads(),
     }
+
+
+@functools.cache
+def own_code() -> dict[str, Any]:
+    """This package's checkout when it was first asked for: what changes later is not what this process runs."""
+    return git_state(PACKAGE.parent)
 
 
 def git_state(root: Path) -> dict[str, Any]:

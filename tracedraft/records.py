@@ -59,10 +59,14 @@ class RunDir:
             lock = exclusive(path / ATTEMPTS, _CHOOSE)
             # What was there before the lock may have been another process's start.
             earlier = refuse_other(path, origin["fingerprint"])
+            _whole_lines(lock, path / ATTEMPTS)
             if not earlier:
                 write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
             lines = open(path / CONVERSATIONS, "ab+", buffering=0)  # noqa: SIM115
             done = _whole_lines(lines, path / CONVERSATIONS)
+            for file in path.glob("*-[0-9]*.pt"):  # of a conversation whose record a crash lost
+                if file.stem.partition("-")[2] > f"{len(done):05d}":
+                    file.unlink()
             _add_line(lock, {"attempt": earlier + 1, "from": len(done), **origin})
         except OSError as error:
             raise unwritable(path, error, _CHOOSE) from error

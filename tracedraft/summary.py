@@ -12,6 +12,29 @@ from tracedraft.meter import PHASES
 NGRAM = 8
 
 
+class Sums:
+    """Of one arm, over records as they come."""
+
+    def __init__(self, arm: str):
+        self.arm, self.accepted, self.rounds, self.tokens, self.seconds = arm, 0, 0, 0, 0.0
+
+    def add(self, record: dict[str, Any]) -> None:
+        for turn in record["turns"]:
+            response = turn["arms"][self.arm]
+            self.accepted += response["accepted"]
+            self.rounds += response["rounds"]
+            self.tokens += len(response["tokens"])
+            self.seconds += _serving(response)
+
+    @property
+    def tau(self) -> float | None:
+        return _ratio(self.accepted + self.rounds, self.rounds)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return _ratio(self.tokens, self.seconds)
+
+
 def summarise(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a run, from counts summed over all its turns (micro averages unless named otherwise).
 
@@ -93,6 +116,12 @@ def intervals(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     why = {"speedup_interval": untimed or speedup.reason}
     reasons = {key: why.get(key) or gain.reason for key, value in numbers.items() if value is None}
     return {**numbers, "interval_over": "conversations", "null_reasons": reasons}
+
+
+def paired_seconds(record: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of the fixed and the adapted arm in the turns that both answered alike."""
+    found = _paired(record)
+    return (found[0][0], found[0][1]) if found else (0.0, 0.0)
 
 
 def _paired(record: dict[str, Any]) -> tuple[list[float], list[float]] | None:

@@ -59,10 +59,13 @@ class WandbTracker(Tracker):
     Args:
         mode: "online" or "offline".
         hidden: keys that programs read, so that nothing shows them.
+        of_rows: keys, or beginnings with *, of which the last row would otherwise stand for the whole run.
         init: further arguments of ``wandb.init``.
     """
 
-    def __init__(self, mode: Literal["online", "offline"], hidden: Sequence[str] = (), **init: Any):
+    def __init__(
+        self, mode: Literal["online", "offline"], hidden: Sequence[str] = (), of_rows: Sequence[str] = (), **init: Any
+    ):
         self.error = None
         self._run: Any = None
 
@@ -83,6 +86,8 @@ class WandbTracker(Tracker):
             self._run = wandb.init(mode=mode, reinit="create_new", settings=settings, **init)
             for key in hidden:
                 self._run.define_metric(key, summary="none", hidden=True)
+            for key in of_rows:
+                self._run.define_metric(key, summary="none")
 
         self._try("init", start)
 
@@ -129,6 +134,7 @@ def open_tracker(
     run_dir: Path,
     run_id: str,
     hidden: Sequence[str] = (),
+    of_rows: Sequence[str] = (),
 ) -> Tracker:
     """Open the mirror of one run. A client that fails to start is recorded in ``error``, not raised.
 
@@ -138,12 +144,14 @@ def open_tracker(
         run_dir: an existing folder, whose name the mirror shows.
         run_id: unique in the project; never one that was used before.
         hidden: keys of rows that programs read, so that the mirror does not show them.
+        of_rows: keys of rows, or beginnings with *, that say nothing of the whole run.
     """
     if mode == "disabled":
         return NullTracker()
     return WandbTracker(
         mode,
         hidden,
+        of_rows,
         name=run_dir.name,
         project=project,
         entity=entity,

@@ -17,6 +17,7 @@ from rich.text import Text
 from tracedraft.launch.ledger import State
 from tracedraft.records import CONVERSATIONS
 from tracedraft.report import number
+from tracedraft.summary import Sums
 
 STATES = ("running", "queued", "elsewhere", "done", "failed", "excluded")
 LISTED = 12  # runs of one state that the live table lists: it must fit a screen
@@ -26,9 +27,7 @@ class Tail:
     """Sums over the records of a run in progress, each read once."""
 
     def __init__(self, folder: Path):
-        self.path, self.at = folder / CONVERSATIONS, 0
-        self.conversations = self.accepted = self.rounds = self.tokens = 0
-        self.seconds = 0.0
+        self.path, self.at, self.conversations, self.sums = folder / CONVERSATIONS, 0, 0, Sums("adapted")
 
     def read(self) -> Tail:
         try:
@@ -40,25 +39,9 @@ class Tail:
         whole = data[: data.rfind(b"\n") + 1]
         self.at += len(whole)
         for line in whole.splitlines():
-            self._add(json.loads(line))
+            self.conversations += 1
+            self.sums.add(json.loads(line))
         return self
-
-    def _add(self, record: dict[str, Any]) -> None:
-        self.conversations += 1
-        for turn in record["turns"]:
-            arm = turn["arms"]["adapted"]
-            self.accepted += arm["accepted"]
-            self.rounds += arm["rounds"]
-            self.tokens += len(arm["tokens"])
-            self.seconds += sum(seconds for phase, seconds in arm["seconds"].items() if phase != "outer")
-
-    @property
-    def tau(self) -> float | None:
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
 
 
 class Pace:
@@ -164,7 +147,7 @@ def _cells(state: State, tail: Tail | None, now: float) -> list[str]:
         note = f"earlier, {note}" if note else "earlier"
     if state.attempt > 1:
         note = f"attempt {state.attempt}: {note}" if note else f"attempt {state.attempt}"
-    numbers = ["—", "—"] if tail is None else [number(tail.tau, 2), number(tail.tokens_per_s, 1)]
+    numbers = ["—", "—"] if tail is None else [number(tail.sums.tau, 2), number(tail.sums.tokens_per_s, 1)]
     so_far = f"{tail.conversations}/{of}" if tail is not None else of
     return [state.state, state.run, so_far, *numbers, duration(took), note]
 

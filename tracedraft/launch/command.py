@@ -66,8 +66,8 @@ def launch(config: DictConfig, loader: Any, job_overrides: Sequence[Sequence[str
         report.unmake()
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:  # before there was anything to wind down
-        print("interrupted: nothing had been started", file=sys.stderr)
+    except KeyboardInterrupt:  # before there was anything to wind down, or after
+        print("interrupted: the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         HydraConfig.instance().cfg = before
@@ -156,7 +156,7 @@ def _queue(asked: Asked) -> list[plans.Run]:
     plan, history = asked.plan, asked.history
     waiting = [r for r in plan.runs if not r.bad and r.name not in plan.done and r.name not in plan.excluded]
     if asked.spec.resume is Resume.retry_failed:
-        return [run for run in waiting if run.name in history and history[run.name].state == "failed"]
+        return [run for run in waiting if run.name in history and history[run.name].failing]
     return waiting
 
 
@@ -198,7 +198,9 @@ def _report(plan: plans.Plan, sweep: Sweep, folder: Path, whole: bool) -> list[J
         )
         raise SystemExit(1)
     if not whole:
-        print(f"interrupted with {len(left)} of {len(names)} runs left: the same command goes on", file=sys.stderr)
+        fresh = sweep.spec.resume is Resume.fresh
+        again = "the same command does all of them again" if fresh else "the same command goes on"
+        print(f"interrupted with {len(left)} of {len(names)} runs left: {again}", file=sys.stderr)
         raise SystemExit(130)
     values = {
         name: sweep.returned[name] if name in sweep.returned else records.read_summary(places[name]).get("speedup")

@@ -59,6 +59,7 @@ class State:
         facts: what it is: fingerprint, overrides, conversations, and the names of its parts.
         since: when that state began.
         seconds: of the attempt that finished.
+        failing: it failed when it was last tried to the end.
         reused: finished by an earlier command; ``drift`` says in what its surroundings differ from now.
     """
 
@@ -73,6 +74,7 @@ class State:
     reused: bool = False
     drift: tuple[str, ...] = ()
     sweep: str = ""
+    failing: bool = False
 
 
 def read_ledger(folder: Path) -> tuple[dict[str, State], list[dict[str, Any]]]:
@@ -99,17 +101,20 @@ def step(before: State, event: dict[str, Any]) -> State:
     kind, at = event["event"], event["time"]
     if kind == "queued":
         facts = {key: value for key, value in event.items() if key not in _COMMON}
-        return State(before.run, "queued", facts, since=at, seconds=before.seconds, sweep=event.get("sweep", ""))
+        kept = {"seconds": before.seconds, "failing": before.failing}
+        return State(before.run, "queued", facts, since=at, sweep=event.get("sweep", ""), **kept)
     if kind == "reused":
-        return replace(before, state="done", since=at, reused=True, drift=tuple(event.get("drift", ())))
+        drift = tuple(event.get("drift", ()))
+        return replace(before, state="done", since=at, reused=True, drift=drift, failing=False)
     if kind == "started":
         return replace(before, state="running", since=at, attempt=event["attempt"], where=event.get("where", ""))
     if kind == "finished":
-        return replace(before, state="done", since=at, seconds=event["seconds"], reused=False)
+        return replace(before, state="done", since=at, seconds=event["seconds"], reused=False, failing=False)
     if kind in ("retried", "interrupted"):
         return replace(before, state="queued", since=at, reason=event.get("reason", kind))
     if kind in ("failed", "excluded"):
-        return replace(before, state=kind, since=at, reason=event["reason"])
+        failing = before.failing or kind == "failed"
+        return replace(before, state=kind, since=at, reason=event["reason"], failing=failing)
     return replace(before, state=kind, since=at)
 
 

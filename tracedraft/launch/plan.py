@@ -158,12 +158,19 @@ def compare(plan: Plan, folder: Path, here: dict[str, Any], fresh: bool) -> Plan
         # Its own folder, if it is among them: another command may have left the same run elsewhere.
         folders = sorted(folders, key=lambda path: path.name != run.name)
         if folders and not fresh:
-            plan.done[run.name] = Found(folders[0], drift(records.read_attempts(folders[0])[-1], here))
+            differs = drift(records.read_attempts(folders[0])[-1], here)
+            plan.done[run.name] = Found(folders[0], (*differs, *_lost(run, folders[0])))
         elif folders or (folder / run.name / records.SUMMARY).exists():
             names[run.name] = _free(folder, run.name)
             plan.runs[place] = replace(run, name=names[run.name])
     plan.jobs = [names.get(name, name) for name in plan.jobs]
     return plan
+
+
+def _lost(run: Run, folder: Path) -> tuple[str, ...]:
+    """What a finished run is asked for now and did not keep."""
+    kept = not run.config["keep_learner"] or records.last_learner(folder) is not None
+    return () if kept else ("without its learner: launcher.resume=fresh does it again and keeps it",)
 
 
 def _free(folder: Path, name: str) -> str:
@@ -184,6 +191,8 @@ def drift(attempt: dict[str, Any], here: dict[str, Any]) -> tuple[str, ...]:
     found += [f"{name} {then.get(name)}, now {now[name]}" for name in now if then.get(name) != now[name]]
     for key in ("cpu", "logical_cores", "gpus"):
         before, after = attempt["hardware"][key], here["hardware"][key]
+        if key == "gpus" and set(before) == set(after):  # a worker is shown its own of several
+            continue
         found += [f"{key} {_few(before)}, now {_few(after)}"] if before != after else []
     return tuple(found)
 

@@ -87,7 +87,10 @@ def _probe(address: str) -> None:
 def _here() -> Node:
     import torch
 
-    return Node(len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )  # not on macOS
+    return Node(allowed, torch.cuda.device_count())
 
 
 def nodes() -> list[Node]:

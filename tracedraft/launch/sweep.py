@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,7 +158,8 @@ class Sweep:
                 attempt = self.states[run.name].attempt + 1
                 self.note(self.board, "started", run.name, attempt=attempt, where=hand.where)
                 task = {"config": run.config, "folder": str(self.folder / run.name), "sweep": self.folder.name}
-                self.pool.submit(hand, run, {**task, "workers": self.side_by_side, "marker": str(self.marker)})
+                task |= {"argv": sys.argv, "workers": self.side_by_side, "marker": str(self.marker)}
+                self.pool.submit(hand, run, task)
 
     def _take_back(self, hand: Hand, answer: dict[str, Any]) -> None:
         run, hand.run = hand.run, None
@@ -175,6 +177,8 @@ class Sweep:
             self.note(self.board, "elsewhere", run.name)
             self.elsewhere.append(run)
         else:
+            if answer["status"] == "failed" and answer["retry"]:
+                self.pool.kill(hand)  # after some errors no later run of its process could go well
             self._failed(run, answer)
         self._release(run.name)
 

@@ -17,8 +17,6 @@ from tracedraft.files import Busy
 
 LOG = "run.log"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-# What a run leaves that can be copied; W&B's folder is a mirror, and stays where it was written.
-HOME = ("config.yaml", "attempts.jsonl", "conversations.jsonl", "summary.json", "learner.pt", LOG)
 
 
 class Worker:
@@ -38,7 +36,9 @@ class Worker:
         import ray
 
         import tracedraft.measure  # noqa: F401
+        from tracedraft.provenance import own_code
 
+        own_code()
         context = ray.get_runtime_context()
         return {"status": "ready", "node": context.get_node_id()[:8], "gpus": context.get_accelerator_ids()["GPU"]}
 
@@ -50,8 +50,8 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
     """Do one run. Returns plain data, since not every exception survives the way between processes.
 
     Args:
-        task: ``config``, ``folder``, ``sweep`` (its name), ``workers``, and ``marker``, a file in the sweep's folder
-            that tells whether this machine sees it.
+        task: ``config``, ``folder``, ``sweep`` (its name), ``argv`` (its command), ``workers``, and ``marker``, a
+            file in the sweep's folder that tells whether this machine sees it.
 
     Returns:
         ``status`` done, failed, or busy, where another process is at this very run, and the seconds of ``work``.
@@ -69,8 +69,19 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
         result = _attempt(task, folder)
     result["work"] = round(time.monotonic() - began, 4)
     if not shared:
-        result["files"] = {name: (folder / name).read_bytes() for name in HOME if (folder / name).exists()}
+        result["files"] = _sent_home(folder, result["status"] == "done")
     return result
+
+
+def _sent_home(folder: Path, done: bool) -> dict[str, bytes]:
+    """What a run left, by name; W&B's folder is a mirror, and stays. Of one that is not done only what it said: where
+    it is tried again, on this machine or another, half a record without its learner would be in the way."""
+    files = [path for path in folder.iterdir() if path.is_file() and (done or path.name == LOG)]
+    contents = {path.name: path.read_bytes() for path in files}
+    if done:
+        for path in files:
+            path.unlink()
+    return contents
 
 
 def _attempt(task: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -81,7 +92,7 @@ def _attempt(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     cfg = OmegaConf.create(task["config"])
     assert isinstance(cfg, DictConfig)
     try:
-        summary = measuring.measure(cfg, folder, task["sweep"], task["workers"])
+        summary = measuring.measure(cfg, folder, task["sweep"], task["workers"], task["argv"])
         return {"status": "done", "speedup": summary["speedup"], "loads": measuring.loads}
     except Busy:
         return {"status": "busy"}
