@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 
@@ -216,6 +217,17 @@ def test_attempts_at_one_run_that_differ_are_a_mixture(differs):
         finished(paper.eight_workloads(mixed))
     everywhere = runs(run(measure="acceptance"), run("mtbench", measure="acceptance", threads=1))
     assert finished(paper.eight_workloads(everywhere)).warnings == ()  # of counts threads are no part
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_counts_from_several_machines_are_marked_and_not_refused(timed):
+    """Both arms of a run worked on one machine; how long they took is not compared."""
+    elsewhere = {"measure": "acceptance", "hardware": {"cpu": "CPU B", "logical_cores": 4, "gpus": []}}
+    table = finished(
+        paper.eight_workloads(runs(run(measure="time" if timed else "acceptance"), run("mtbench", **elsewhere)))
+    )
+    (warning,) = table.warnings
+    assert re.fullmatch(r"Counts from several machines: .*CPU B.*\.", warning)
 
 
 def test_other_commits_and_uncommitted_changes_are_marked():

@@ -163,15 +163,18 @@ def finished(table: Table, allow: Sequence[str] = ()) -> Table:
 def guard(table: Table, allow: Sequence[str]) -> tuple[str, ...]:
     """Warnings to be shown; see ``finished``."""
     warnings = []
-    timed: list[Any] = table.runs[table.runs["measure"] == "time"].to_dict("records")
+    timed = table.runs[table.runs["measure"] == "time"]
+    rows: list[Any] = timed.to_dict("records")
     for what, name, values in (
-        ("hardware", "hardware", _values(table.runs["hardware"])),
-        ("hardware", "threads or workers", sorted({sharing(row) for row in timed})),
+        ("hardware", "hardware", _values(timed["hardware"])),
+        ("hardware", "threads or workers", sorted({sharing(row) for row in rows})),
         ("versions", "versions", _values(table.runs["versions"])),
     ):
         if len(values) > 1 or any(BETWEEN in value for value in values):
             _refuse_unless(what in allow, table, what, f"runs of different {name}: {' | '.join(values)}")
             warnings.append(f"Mixed {name}: {' | '.join(values)}.")
+    if len(timed) < len(table.runs) and len(machines := _values(table.runs["hardware"])) > 1:
+        warnings.append(f"Counts from several machines: {' | '.join(machines)}.")
     if len(commits := _values(table.runs["code"])) > 1:
         warnings.append(f"Mixed code: {' | '.join(commits)} (+: with uncommitted changes).")
     elif any(commit.endswith("+") for commit in commits):
