@@ -206,9 +206,8 @@ def varied(rows: list[dict[str, Any]]) -> list[str]:
         {
             key
             for configs in alike.values()
-            for c in configs
-            for key in c
-            if any(o.get(key) != c[key] for o in configs)
+            for key in set().union(*configs)
+            if len({repr(config.get(key)) for config in configs}) > 1
         }
     )
     short = Counter(key.rpartition(".")[2] for key in keys)
