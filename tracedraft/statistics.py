@@ -136,7 +136,8 @@ def resampled(cube: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     Of both each is drawn for itself, and a cell counts the product (Owen, "The pigeonhole bootstrap", 2007).
     """
     random, flat = np.random.default_rng(0), cube.reshape(len(cube), -1)
-    parts = np.diff([*range(0, RESAMPLES, max(1, AT_ONCE // len(cube))), RESAMPLES])
+    most = max(1, AT_ONCE // len(cube))
+    parts = [min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most)]
     by_level = np.concatenate([_multinomial(random, len(cube), part) @ flat for part in parts])
     by_level, levels = by_level.reshape(RESAMPLES, *cube.shape[1:]), _multinomial(random, cube.shape[1], RESAMPLES)
     return by_level.sum(axis=1), levels @ cube.sum(axis=0), np.einsum("rl,rlk->rk", levels, by_level)
