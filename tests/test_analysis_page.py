@@ -16,7 +16,7 @@ import pytest
 from tests.table_cases import run, runs
 from tracedraft import statistics
 from tracedraft.analysis import build, figures, notebook, page, panels, paper, wandb_report
-from tracedraft.analysis.figures import block_losses
+from tracedraft.analysis.panels import block_losses
 from tracedraft.analysis.pooling import Pools, chosen
 from tracedraft.errors import UserError
 
@@ -99,10 +99,28 @@ def test_lines_show_sums_over_a_window_and_the_switch():
     left = figure.axes[0]
     at, tau = lines(left)["reset"]
     pool = Pools(data).of(adapter="reset").sort_values("position").iloc[4:7]
-    accepted, rounds = pool["adapted_accepted"].sum(), pool["adapted_rounds"].sum()
+
+    def own(arm: str) -> float:
+        accepted, rounds = pool[f"{arm}_accepted"].sum(), pool[f"{arm}_rounds"].sum()
+        return (accepted + rounds) / rounds
+
     assert at == list(range(12))
-    assert tau[6] == pytest.approx((accepted + rounds) / rounds)
+    assert tau[6] == pytest.approx(lines(left)["fixed"][1][6] * own("adapted") / own("fixed"))
     assert [5.5, 5.5] in [x for x, _ in lines(left).values()]
+
+
+def test_a_learner_on_a_busy_machine_is_drawn_by_what_stood_beside_it():
+    """Twice as slow as the other's runs, its fixed arm as well: its tokens/s stay those of its speedup."""
+    data = chosen(everything(), "cross_domain")
+    ((title, both),) = panels.by_stream(data, paper.INNER).items()
+
+    def drawn(slow: float) -> list[float]:
+        seconds = [f"{arm}_seconds" for arm in ("fixed", "adapted")]
+        persistent = both["persistent"].assign(**{name: both["persistent"][name] * slow for name in seconds})
+        right = lines(figures.over_stream({title: {**both, "persistent": persistent}}).axes[1])
+        return [a / b for a, b in zip(right["persistent"][1], right["fixed"][1], strict=True)]
+
+    assert drawn(2.0) == pytest.approx(drawn(1.0))
 
 
 def test_depth_and_phases_are_ratios_of_sums():

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from tracedraft.analysis.panels import block_losses, learned_blocks
 from tracedraft.analysis.paper import INNER, OUTER
 from tracedraft.analysis.pooling import (
     LENGTHS,
@@ -104,8 +105,15 @@ def _legend(figure: Figure, panels: Iterable[Axes]) -> None:
         figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=6)
 
 
+Line = tuple[list[int], list[float]]  # positions, and what is shown there
+Along = Callable[[Pool, str, int], Line]  # of a pool's arm, over a window
+
+
 def over_stream(streams: Mapping[str, Mapping[str, Pool]], window: int = WINDOW) -> Figure:
     """Accepted length and, where it was timed, tokens/s along each stream, over a window of conversations.
+
+    A learner's line is the fixed draft's, of all runs, times what its own runs show beside their fixed arm: runs
+    differ in their orders and in how busy the machine was.
 
     Args:
         streams: pools by adapter, by stream. Orders of a stream are summed at each position.
@@ -116,9 +124,12 @@ def over_stream(streams: Mapping[str, Mapping[str, Pool]], window: int = WINDOW)
         figure, panels = _grid(max(1, len(streams)), len(shown), width=3.3 if is_timed else 5)
         for (name, pools), row in zip(streams.items(), panels, strict=False):
             for axes, (of, label) in zip(row, shown, strict=True):
-                drawn = [(arm, adapter, look, of(pool, arm, window)) for arm, adapter, look, pool in _arms(pools)]
+                first, *learners = _arms(pools)
+                common = of(first[-1], "fixed", window)
+                drawn = [("fixed", FIXED, common)]
+                drawn += [(adapter, look, _beside(of, pool, common, window)) for _, adapter, look, pool in learners]
                 drawn = [line for line in drawn if len(line[-1][0])]
-                for _, adapter, look, line in drawn:
+                for adapter, look, line in drawn:
                     axes.plot(*line, label=adapter, **look, markevery=5)
                 axes.set(ylabel=label, xlabel="conversation", title=name)
                 if not drawn:
@@ -158,6 +169,14 @@ def _tau_along(pool: Pool, arm: str, window: int) -> tuple[list[int], list[float
 
 def _rate_along(pool: Pool, arm: str, window: int) -> tuple[list[int], list[float]]:
     return _along(timed(pool), lambda r: r[f"{arm}_tokens"], f"{arm}_seconds", window)
+
+
+def _beside(of: Along, pool: Pool, common: Line, window: int) -> Line:
+    """A learner's line: the common one's, times the ratio of both arms in its own runs."""
+    at, adapted = of(pool, "adapted", window)
+    _, own = of(pool, "fixed", window)
+    fixed_at = dict(zip(*common, strict=True))
+    return at, [fixed_at[place] * a / b for place, a, b in zip(at, adapted, own, strict=True)]
 
 
 def _switches(pool: Pool) -> set[int]:
@@ -373,21 +392,6 @@ def regret(runs: Mapping[str, Pool], window: int = WINDOW) -> Figure:
             right.set(xlabel="conversation", ylabel="accepted length", title=title)
             right.legend()
         return figure
-
-
-def learned_blocks(pool: Pool) -> list[dict[str, Any]]:
-    """What a run's learner recorded after its blocks, of those with base learners."""
-    ordered = pool.sort_values("position")["outer"]
-    return [block for block in ordered if isinstance(block, dict) and block.get("learners")]
-
-
-def block_losses(pool: Pool) -> tuple[list[int], np.ndarray, np.ndarray, Sequence[float]]:
-    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]), before learning it."""
-    blocks = learned_blocks(pool)
-    base = [block["learners"]["losses"] for block in blocks]
-    learner = [block["loss"] for block in blocks]
-    numbers = [block["block"] for block in blocks]
-    return numbers, np.array(learner, dtype=float), np.array(base, dtype=float), blocks[0]["learners"]["lrs"]
 
 
 def _compared(pool: Pool) -> list[str]:

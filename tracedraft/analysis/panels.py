@@ -1,10 +1,12 @@
-"""Which pools go into which panel of a figure."""
+"""What goes into which panel of a figure."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tracedraft.analysis.paper import ordered, pair_name, temperatures, with_adapters
@@ -75,3 +77,18 @@ def with_base_learners(data: Runs) -> Panel:
         if any(isinstance(block, dict) and block.get("learners") for block in pool["outer"]):
             found.setdefault(f"{workload}, {adapter}, T = {temperature:g}", pool)
     return dict(list(found.items())[:MOST])
+
+
+def learned_blocks(pool: pd.DataFrame) -> list[dict[str, Any]]:
+    """What a run's learner recorded after its blocks, of those with base learners."""
+    ordered = pool.sort_values("position")["outer"]
+    return [block for block in ordered if isinstance(block, dict) and block.get("learners")]
+
+
+def block_losses(pool: pd.DataFrame) -> tuple[list[int], np.ndarray, np.ndarray, Sequence[float]]:
+    """(blocks [n], loss of what is served [n], of each base learner [n, K], step sizes [K]), before learning it."""
+    blocks = learned_blocks(pool)
+    base = [block["learners"]["losses"] for block in blocks]
+    learner = [block["loss"] for block in blocks]
+    numbers = [block["block"] for block in blocks]
+    return numbers, np.array(learner, dtype=float), np.array(base, dtype=float), blocks[0]["learners"]["lrs"]
