@@ -286,6 +286,10 @@ def test_an_unknown_key_is_named(refused):
         (["decode.max_new_tokens=abc"], ["decode.max_new_tokens", "'abc'"]),
         (["decode.temperature=-1"], ["decode.temperature=-1"]),
         (["+adapter.rate=1"], ["adapter", "rate"]),
+        (
+            ["workload=stream_sample", "workload.sources.b=null"],
+            ["workload.sources.b=None", "as the others beside it"],
+        ),
         (["adapter.every=0", "adapter.at_rounds=[]"], ["adapter.every=0", "adapter=fixed"]),
         (["workload.limit=0"], ["workload.limit=0"]),
         (["seed=abc"], ["seed='abc'"]),

@@ -108,6 +108,9 @@ def test_drift_is_shown_and_nothing_runs_again(here, folder, monkeypatch, capsys
     assert "now 00000000" in err
     assert "now another" in err
     assert drift(now, now) in ((), ("code with uncommitted changes",))
+    one, eight = ({**now, "hardware": {**now["hardware"], "gpus": ["H200"] * count}} for count in (1, 8))
+    assert drift(one, eight) == drift(now, now)  # a worker is shown its own
+    assert any("gpus" in said for said in drift(one, now))
 
 
 # --- failure

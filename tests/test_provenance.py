@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from tracedraft import provenance as origins
 from tracedraft.provenance import git_state, provenance
 
 
@@ -30,6 +31,12 @@ def git(folder, *args):
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     command = ["git", "-C", str(folder), *identity, *args]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_is_that_of_the_code_that_was_loaded(monkeypatch):
+    before = provenance()["git"]
+    monkeypatch.setattr(origins, "git_state", lambda root: {"commit": "0" * 40, "dirty": False, "reason": None})
+    assert provenance()["git"] == before
 
 
 def test_git_state_is_that_of_its_own_checkout_only(tmp_path, monkeypatch):

@@ -67,6 +67,16 @@ def test_flatten():
     }
 
 
+def test_what_only_rows_have_stands_for_no_whole_run(tmp_path):
+    """By default the last row's value would."""
+    made = open_tracker("offline", "p", None, None, "adapt", [], {}, tmp_path, "id", of_rows=("acceptance.*",))
+    made.log({"acceptance": {"1": 0.5}, "tau": 2.0}, 0)
+    made.finish({}, 0)
+    assert made.error is None
+    metrics = [r["metric"] for r in read_wandb(tmp_path) if r["type"] == "metric"]
+    assert [m["glob_name"] for m in metrics if "glob_name" in m] == ["acceptance.*"]
+
+
 def test_offline_runs_of_one_process_keep_their_own_rows(tmp_path):
     dirs = [tmp_path / "one", tmp_path / "two"]
     trackers = []

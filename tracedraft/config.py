@@ -101,7 +101,7 @@ def _nested(node: DictConfig, key: str) -> Any:
 
 
 def _inner(node: DictConfig, key: str) -> Any:
-    if not isinstance(node, DictConfig) or node._is_none():
+    if not isinstance(node, DictConfig):
         raise UserError(f"{key}={node}: expected an option with its keys, as the others beside it")
     try:
         return build_spec(node, key)

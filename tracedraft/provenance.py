@@ -20,10 +20,10 @@ from tracedraft.config import PACKAGE
 def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Where a run comes from, less what only the caller knows (data and weights sha256, fingerprint).
 
+    Unknown facts are None; this never raises. The host's name is left out on purpose: records get published.
+
     Args:
         argv: the user's command, where that is not this process's.
-
-    Unknown facts are None; this never raises. The host's name is left out on purpose: records get published.
     """
     import psutil
     import torch  # here, since tables read records without them
