@@ -16,7 +16,7 @@ from tracedraft.training.eagle3 import Eagle3TrainingSpec
 
 TEXT = synthesis.SynthesisSpec(
     tokens=3 * 16 * 128, batch=16, length=128, seed=0,
-    question_temperature=1.5, answer_temperature=1.5, plain_share=0.35, system_share=0.2,
+    question_temperature=1.5, answer_temperature=1.5, plain_share=0.35, system_share=0.2, cut_share=0.5, repeats=3,
 )  # fmt: skip
 SPEC = Eagle3TrainingSpec(
     draft_vocab_size=200, fc_norm=True, pass_through=True, init=None, loss="ce", unroll=2, decay=0.8, epochs=16,

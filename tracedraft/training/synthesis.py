@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from tracedraft.target import Served
 from tracedraft.training.corpus import Known, Maker, TextSpec, block
 
 OPENINGS, SYSTEMS = "openings.txt", "systems.txt"
+SHORTEST = 3  # words of an opening that was cut
+RUN = 16  # tokens: table rules and lists of the like are shorter
 GROWTH = 64  # rows by which the cache grows, so that early passes do not attend over empty ones
 
 
@@ -36,6 +39,8 @@ class SynthesisSpec(TextSpec):
         tokens: total, rounded up to whole shards of ``batch`` rows by ``length`` tokens.
         question_temperature, answer_temperature: answers of every second row are greedy.
         plain_share: share of user turns without a given opening; system_share: of rows with a system line.
+        cut_share: share of given openings that are cut after some word, for the target to go on from there.
+        repeats: a turn that says the same ``RUN`` tokens so often goes in circles and is ended there; None: never.
     """
 
     tokens: int
@@ -44,6 +49,8 @@ class SynthesisSpec(TextSpec):
     answer_temperature: float
     plain_share: float
     system_share: float
+    cut_share: float
+    repeats: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,9 +59,12 @@ class SynthesisSpec(TextSpec):
         for key in ("question_temperature", "answer_temperature"):
             if getattr(self, key) < 0:
                 raise UserError(f"text.{key}={getattr(self, key)}: expected 0 (greedy) or more")
-        for key in ("plain_share", "system_share"):
+        for key in ("plain_share", "system_share", "cut_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UserError(f"text.{key}={getattr(self, key)}: expected a share from 0 to 1")
+
+        if self.repeats is not None and self.repeats < 2:
+            raise UserError(f"text.repeats={self.repeats}: expected at least 2, or null to let turns go in circles")
 
     def identity(self) -> dict[str, Any]:
         given = {name: (ASSETS / "training" / name).read_bytes() for name in (OPENINGS, SYSTEMS)}
@@ -92,12 +102,14 @@ class Template:
         to_answer, to_question: token ids, but for an end token, which is the target's to write.
         ends_questions: whether a user's turn ends by an end token; else the target goes on to the answer by itself.
         answers: the text by which it does.
+        end: the token that ends a turn.
     """
 
     to_answer: list[int]
     to_question: list[int]
     ends_questions: bool
     answers: str
+    end: int
 
 
 def lines(name: str) -> list[str]:
@@ -122,7 +134,23 @@ def template_of(tokenizer, ends: frozenset[int]) -> Template:
     to_answer = _encode(tokenizer, opened)
     to_question = _encode(tokenizer, chat.render(tokenizer, turns, False).partition(answer)[2].partition(again)[0])
     skip = [int(ids[:1] != [] and ids[0] in ends) for ids in (to_answer, to_question)]
-    return Template(to_answer[skip[0] :], to_question[skip[1] :], bool(skip[0]), opened.strip())
+    end = to_question[0] if skip[1] else min(ends)
+    return Template(to_answer[skip[0] :], to_question[skip[1] :], bool(skip[0]), opened.strip(), end)
+
+
+class _Said:
+    """A turn so far, as the target wrote it."""
+
+    def __init__(self):
+        self.last: deque[int] = deque(maxlen=RUN)
+        self.runs: Counter[tuple[int, ...]] = Counter()
+
+    def add(self, token: int) -> int:
+        """How often the last ``RUN`` tokens, this one among them, stand in the turn."""
+        self.last.append(token)
+        run = tuple(self.last)
+        self.runs[run] += len(run) == RUN
+        return self.runs[run]
 
 
 class _Writer:
@@ -136,6 +164,7 @@ class _Writer:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.template = template_of(served.tokenizer, served.target.eos_ids)
         self.asked: list[list[int]] = [[] for _ in range(spec.batch)]  # what the target wrote of each row's question
+        self.said = [_Said() for _ in range(spec.batch)]
         self.openings, self.systems = lines(OPENINGS), lines(SYSTEMS)
         self.queues = [deque(self._beginning()) for _ in range(spec.batch)]
         self.answering = [False] * spec.batch
@@ -146,7 +175,11 @@ class _Writer:
     def _opening(self) -> list[int]:
         if self.rng.random() < self.spec.plain_share:
             return []
-        return _encode(self.served.tokenizer, self.rng.choice(self.openings))
+        given = self.rng.choice(self.openings)
+        if self.rng.random() < self.spec.cut_share:
+            words = list(re.finditer(r"\S+", given))
+            given = given[: words[self.rng.randrange(min(SHORTEST, len(words)), len(words) + 1) - 1].end()]
+        return _encode(self.served.tokenizer, given)
 
     def _beginning(self) -> list[int]:
         turns = [{"role": "user", "content": "XUSERX"}]
@@ -198,6 +231,8 @@ class _Writer:
         self.in_answer[row] = self.answering[row] and not queue
         if queue:
             return queue.popleft()
+        if self.said[row].add(token) == self.spec.repeats:
+            token = self.template.end
         if not (self.answering[row] or self.template.ends_questions):
             return self._unended(row, token)
         if token in self.served.target.eos_ids:
@@ -206,6 +241,7 @@ class _Writer:
 
     def _turn(self, row: int) -> None:
         self.answering[row] = not self.answering[row]
+        self.said[row] = _Said()
         self.queues[row].extend(self.template.to_answer if self.answering[row] else self.template.to_question)
         if not self.answering[row]:
             self.queues[row].extend(self._opening())
@@ -223,6 +259,7 @@ class _Writer:
         if tail.rstrip().endswith(self.template.answers):
             asked.clear()
             self.answering[row] = True
+            self.said[row] = _Said()
         return token
 
     def shard(self) -> dict[str, Tensor]:
