@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,38 @@ def test_a_question_that_no_token_ends_goes_over_into_its_answer(ending):
     assert tokenizer.decode(tokens[answer].tolist()) == "so.<|im_end|>thus.<|im_end|>"
 
 
+@pytest.mark.parametrize("repeats", [3, None])
+def test_a_turn_that_goes_in_circles_is_ended(repeats):
+    """At the token by which the last sixteen stand there for the third time: of a circle of seven, the thirtieth.
+
+    What was said in the turn before does not count.
+    """
+    circle = "around " * 9
+    spec = dataclasses.replace(TEXT, batch=1, length=80, plain_share=1.0, system_share=0.0, repeats=repeats)
+    shard = scripted(spec, [circle[:20], "A:", circle])
+    text = served().tokenizer.decode(shard["tokens"][0].tolist())
+    rest = text.removeprefix(f"U:{circle[:20]}A:")
+    assert rest != text
+    if repeats is None:
+        assert rest.startswith(circle[: len(rest)])
+    else:
+        assert rest.startswith(circle[: 16 + 2 * 7 - 1] + "<|im_end|>U:")
+        assert served().tokenizer.decode(shard["tokens"][0][shard["answer"][0]].tolist()).startswith(circle[:29])
+
+
+@pytest.mark.parametrize(("share", "whole"), [(0.0, 1.0), (1.0, 0.2)])
+def test_openings_are_cut_after_a_word(share, whole, monkeypatch):
+    """Of six words: after the third to the sixth, each as often; of 400 draws a fourth is 100 +- 9."""
+    monkeypatch.setattr(synthesis, "lines", lambda name: ["How do I  sail\nhome safely?"])
+    spec = dataclasses.replace(TEXT, batch=1, plain_share=0.0, system_share=0.0, cut_share=share)
+    writer = synthesis._Writer(served(), spec, random.Random(0), 0)
+    seen = Counter(served().tokenizer.decode(writer._opening()) for _ in range(400))
+    ways = ["How do I", "How do I  sail", "How do I  sail\nhome", "How do I  sail\nhome safely?"]
+    assert set(seen) == set(ways[3:] if share == 0 else ways)
+    assert min(seen.values()) > 55
+    assert seen[ways[3]] >= whole * 300
+
+
 def test_a_template_that_refuses_a_system_line_is_named_before_any_work():
     tokenizer = copy.deepcopy(served().tokenizer)
     tokenizer.chat_template = (
@@ -144,6 +177,8 @@ def test_a_template_that_refuses_a_system_line_is_named_before_any_work():
         ({"question_temperature": -1.0}, "text.question_temperature=-1.0: expected 0"),
         ({"plain_share": 35.0}, "text.plain_share=35.0: expected a share"),
         ({"system_share": -0.1}, "text.system_share=-0.1: expected a share"),
+        ({"cut_share": 1.1}, "text.cut_share=1.1: expected a share"),
+        ({"repeats": 1}, "text.repeats=1: expected at least 2"),
     ],
 )
 def test_a_bad_setting_is_named_when_the_spec_is_built(changes, says):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_teachers_shifted_by_one_teach_less(corpus, tmp_path):
 
 
 def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
-    target, spec = served().target, dataclasses.replace(SPEC, epochs=2, evaluate_every=3)
+    target, spec = served().target, dataclasses.replace(SPEC, epochs=2, evaluate_every=3, average=0.9)
     first = Trainer(target, corpus, spec)
 
     class Stop(Exception):
@@ -109,6 +110,8 @@ def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
     state, expected = again.model.state_dict(), first.model.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert not torch.equal(state["fc.weight"], fresh["fc.weight"])
+    assert again.average is not None
+    assert all(torch.equal(a, b) for a, b in zip(again.average, first.average or [], strict=True))
     for a, b in zip(again.optimizer.state.values(), first.optimizer.state.values(), strict=True):
         assert torch.equal(a["exp_avg"], b["exp_avg"])
         assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
@@ -120,6 +123,50 @@ def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
     whole.run(tmp_path / "whole", lambda progress: None)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor)
+
+
+def test_an_average_of_the_weights_is_judged_and_kept_in_their_place(corpus, tmp_path):
+    """Against all weights that there were, each with its share."""
+    trainer = Trainer(served().target, corpus, dataclasses.replace(SPEC, epochs=2, average=0.5, evaluate_every=100))
+    seen = [[weight.detach().clone() for weight in trainer.model.parameters()]]
+    trainer.run(tmp_path, lambda _: seen.append([weight.detach().clone() for weight in trainer.model.parameters()]))
+    del seen[0]  # the weights before the first step were reported as well
+    decays = [min(0.5, (1 + step) / (10 + step)) for step in range(len(seen) - 1)]
+    assert decays[0] < 0.5 == decays[-1]
+    shares = [math.prod(decays)]
+    shares += [(1 - decay) * math.prod(decays[i + 1 :]) for i, decay in enumerate(decays)]
+    assert sum(shares) == pytest.approx(1)
+    expected = [
+        torch.stack([share * weight for share, weight in zip(shares, weights, strict=True)]).sum(dim=0)
+        for weights in zip(*seen, strict=True)
+    ]
+    with trainer.averaged():
+        for weight, mean in zip(trainer.model.parameters(), expected, strict=True):
+            torch.testing.assert_close(weight.detach(), mean, rtol=1e-4, atol=1e-6)
+        assert trainer.evaluate().tau == trainer.curve[-1]["tau"] == trainer.best
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), seen[-1], strict=True))
+    kept = eagle3.load(tmp_path / "draft", torch.float32, "cpu")
+    with trainer.averaged():
+        assert torch.equal(kept.fc.weight, trainer.model.fc.weight.bfloat16().float())
+
+
+def test_of_answers_only_what_is_held_against_an_answers_token_counts(corpus):
+    """The prediction made from position i is of token i + 2."""
+    trainer = Trainer(served().target, corpus, dataclasses.replace(SPEC, answers_only=True))
+    raw = next(batches(corpus[:1], trainer.spec, torch.Generator().manual_seed(0)))
+    counts = trainer.pupil.batch(raw).counts
+    for row, answer in zip(counts.tolist(), raw["answer"].tolist(), strict=True):
+        assert row == [float(i + 2 < len(answer) and answer[i + 2]) for i in range(len(answer))]
+    assert 0 < counts.mean() < 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_teachers_of_another_temperature_are_sharper_or_flatter(corpus, temperature):
+    spec = dataclasses.replace(SPEC, teacher_temperature=temperature)
+    raw = next(batches(corpus[:1], spec, torch.Generator().manual_seed(0)))
+    plain, changed = (Trainer(served().target, corpus, each).pupil.batch(raw).teacher for each in (SPEC, spec))
+    powers = plain.double() ** (1 / temperature)
+    torch.testing.assert_close(changed.double(), powers / powers.sum(dim=-1, keepdim=True), rtol=1e-3, atol=1e-6)
 
 
 def test_the_best_draft_is_kept_and_training_stops_without_a_better_one(corpus, tmp_path):
@@ -162,6 +209,8 @@ def test_held_out_text_without_an_answer_is_an_error(corpus, tmp_path):
         ({"lr": 0.0}, "training.lr=0.0: expected above 0"),
         ({"final_lr": 2.0}, "training.final_lr=2.0: expected a share"),
         ({"betas": (0.9, 1.5)}, "training.betas="),
+        ({"average": 1.0}, "training.average=1.0: expected a decay"),
+        ({"teacher_temperature": 0.0}, "training.teacher_temperature=0.0: expected above 0"),
         ({"clip": 0.0}, "training.clip=0.0: expected above 0"),
         ({"weight_decay": -1.0}, "training.weight_decay=-1.0: expected 0"),
         ({"length": 3}, "training.length=3: expected at least training.unroll + 2 = 4"),

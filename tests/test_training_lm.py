@@ -26,8 +26,9 @@ from tracedraft.training.loop import Trainer
 from tracedraft.training.replay import Tally, replay
 
 SPEC = LmTrainingSpec(
-    init=None, loss="ce", epochs=12, batch=8, length=64, lr=1e-2, warmup_steps=5, final_lr=0.1, betas=(0.9, 0.95),
-    clip=0.5, weight_decay=0.0, evaluate_every=1000, held_out_tokens=2048, patience=None, seed=0,
+    init=None, loss="ce", answers_only=False, average=None, epochs=12, batch=8, length=64, lr=1e-2, warmup_steps=5,
+    final_lr=0.1, betas=(0.9, 0.95), clip=0.5, weight_decay=0.0, evaluate_every=1000, held_out_tokens=2048,
+    patience=None, seed=0,
     hidden_size=32, intermediate_size=64, layers=2, heads=2,
 )  # fmt: skip
 
@@ -39,19 +40,25 @@ def train(files: list[Path], folder: Path, **changes) -> float:
     return trainer.curve[-1]["tau"]
 
 
-def test_the_loss_is_soft_cross_entropy_against_the_targets_own_next_token(corpus):
-    """Position j, having consumed x_0 … x_j, is taught z_j; against the definition, row by row."""
+@pytest.mark.parametrize("answers_only", [False, True])
+def test_the_loss_is_soft_cross_entropy_against_the_targets_own_next_token(corpus, answers_only):
+    """Position j, having consumed x_0 … x_j, is taught z_j, if x_{j+1} is an answer's where only those are learnt;
+    against the definition, row by row."""
     target = served().target
-    trainer, shard = Trainer(target, corpus, SPEC), corpora.read_shard(corpus[1])
-    raw = {name: shard[name][:2, :20] for name in ("tokens", "hidden", "counts")}
+    spec = dataclasses.replace(SPEC, answers_only=answers_only)
+    trainer, shard = Trainer(target, corpus, spec), corpora.read_shard(corpus[1])
+    raw = {name: shard[name][:2, -20:] for name in ("tokens", "hidden", "counts")}
+    raw["answer"] = torch.arange(20).expand(2, -1) % 5 > 2
     raw["counts"][1, 15:] = False
     expected = 0.0
     for row in range(2):
         tokens = raw["tokens"][row].tolist()
-        logits = recompute(target, shard["tokens"][row].tolist())[2][:20]
+        logits = recompute(target, shard["tokens"][row].tolist())[2][-20:]
         with torch.no_grad():
             said = trainer.model.lm_head(trainer.model.norm(trainer.model.whole(torch.tensor(tokens)[None])))[0]
         for j in range(1, 20 if row == 0 else 15):
+            if answers_only and not (j < 19 and raw["answer"][row, j + 1]):
+                continue
             expected -= float((logits[j].softmax(dim=0) * said[j].log_softmax(dim=0)).sum()) / 40
     torch.testing.assert_close(trainer.pupil.loss(raw).item(), expected, rtol=1e-3, atol=0)
 

@@ -26,18 +26,22 @@ class Eagle3TrainingSpec(TrainingSpec):
         draft_vocab_size: the most frequent tokens of the corpus.
         fc_norm: norm each tap before ``fc``.
         pass_through: start ``fc`` as a pass-through of the last tap.
+        teacher_temperature: of the distributions that are learnt.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
     """
 
     draft_vocab_size: int
     fc_norm: bool
     pass_through: bool
+    teacher_temperature: float
     unroll: int
     decay: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("draft_vocab_size", "unroll")
+        if self.teacher_temperature <= 0:
+            raise UserError(f"training.teacher_temperature={self.teacher_temperature}: expected above 0")
         if self.length < self.unroll + 2:
             raise UserError(
                 f"training.length={self.length}: expected at least training.unroll + 2 = {self.unroll + 2}"
@@ -69,12 +73,15 @@ class Eagle3Pupil(Pupil[eagle3.Eagle3]):
 
     def batch(self, raw: dict[str, Tensor]) -> Batch:
         """Teacher logits are recomputed from the cached final hidden states, over the draft vocabulary."""
+        counts = raw["counts"]
+        if self.spec.answers_only:  # what is made from position i is held against token i + 2
+            counts = counts & torch.nn.functional.pad(raw["answer"][:, 2:], (0, 2))
         return Batch(
             tokens=raw["tokens"].long(),
             taps=raw["taps"].float(),
-            teacher=teacher_of_hidden(raw["hidden"], self.head),
+            teacher=teacher_of_hidden(raw["hidden"], self.head, self.spec.teacher_temperature),
             in_vocab=self.model.t2d[raw["argmax"].long()],
-            counts=raw["counts"].float(),
+            counts=counts.float(),
             teachers=raw["counts"],
         )
 

@@ -69,6 +69,8 @@ class LmPupil(Pupil[Decoder]):
     def loss(self, raw: dict[str, Tensor]) -> Tensor:
         """Mean over all positions; of the first of a row nothing is learnt, as no slot of a draft makes it."""
         counted = raw["counts"][:, :-1] * raw["counts"][:, 1:]
+        if self.spec.answers_only:  # the features of a position foretell the token after it
+            counted = counted * torch.nn.functional.pad(raw["answer"][:, 2:], (0, 1))
         features = self.model.norm(self.model.whole(raw["tokens"].long())[:, 1:][counted])
         with torch.no_grad():
             teacher = self.target.model.lm_head(raw["hidden"][:, 1:][counted]).softmax(dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
@@ -67,7 +69,9 @@ class TrainingSpec(ABC):
         init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
         loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
+        answers_only: learn what the target answers, and not what stands between answers.
         lr, warmup_steps, final_lr: AdamW's, peak of a cosine schedule, and the share of it that it ends at.
+        average: decay a step of a running average of the weights, judged and kept in their place; None: none.
         evaluate_every: optimiser steps between held-out checks and checkpoints.
         held_out_tokens: replayed at each check.
         patience: checks without a better tau before training stops; None: never.
@@ -75,12 +79,14 @@ class TrainingSpec(ABC):
 
     init: str | None
     loss: str
+    answers_only: bool
     epochs: int
     batch: int
     length: int
     lr: float
     warmup_steps: int
     final_lr: float
+    average: float | None
     betas: tuple[float, float]
     clip: float
     weight_decay: float
@@ -95,6 +101,7 @@ class TrainingSpec(ABC):
         ranges = {
             "lr": (self.lr > 0, "above 0"),
             "final_lr": (0 <= self.final_lr <= 1, "a share from 0 to 1"),
+            "average": (self.average is None or 0 <= self.average < 1, "a decay from 0 to below 1, or null"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two from 0 to below 1"),
             "clip": (self.clip > 0, "above 0"),
             "weight_decay": (self.weight_decay >= 0, "0 or more"),
@@ -177,7 +184,7 @@ def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
     spec.check(target)
 
 
-KEPT = ("step", "tokens", "seconds", "best", "worse", "curve")
+KEPT = ("step", "tokens", "seconds", "best", "worse", "curve", "average")
 
 
 class Trainer:
@@ -196,6 +203,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
         )
+        self.average = None if spec.average is None else [p.detach().clone() for p in self.model.parameters()]
         rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
         self.step, self.tokens, self.seconds, self.best, self.worse, self.skipped = 0, 0, 0.0, 0.0, 0, 0
@@ -243,6 +251,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip)
         if norm.isfinite():
             self.optimizer.step()
+            self._average()
             self.skipped = 0
         else:  # one such step would leave no finite weight, neither here nor in the state on disk
             self.skipped += 1
@@ -252,6 +261,26 @@ class Trainer:
                 "lower it, and go on from the draft that was kept with training.init"
             )
         return float(loss.detach())
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self.average is not None and self.spec.average is not None:
+            decay = min(self.spec.average, (1 + self.step) / (10 + self.step))  # of few steps, the last ones
+            get_ema_multi_avg_fn(decay)(self.average, tuple(self.model.parameters()), self.step)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has the average's weights within."""
+        with torch.no_grad():
+            pairs = list(zip(self.model.parameters(), self.average or (), strict=self.average is not None))
+            own = [parameter.clone() for parameter, _ in pairs]
+            try:
+                for parameter, mean in pairs:
+                    parameter.copy_(mean)
+                yield
+            finally:
+                for (parameter, _), weight in zip(pairs, own, strict=True):
+                    parameter.copy_(weight)
 
     @torch.no_grad()
     def evaluate(self) -> HeldOut:
@@ -272,12 +301,13 @@ class Trainer:
 
     def keep_best(self, folder: Path, loss: float | None) -> None:
         """Evaluate, write the draft if it is the best so far, and state and curve in any case."""
-        held_out = self.evaluate()
-        better = held_out.tau > self.best
+        with self.averaged():
+            held_out = self.evaluate()
+            better = held_out.tau > self.best
+            if better:
+                self.pupil.save(folder / "draft")
         self.best, self.worse = max(self.best, held_out.tau), 0 if better else self.worse + 1
         self.curve.append(self._point(held_out, loss))
-        if better:
-            self.pupil.save(folder / "draft")
         state = {
             **{name: getattr(self, name) for name in KEPT},
             "model": self.model.state_dict(),
