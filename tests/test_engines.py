@@ -120,3 +120,32 @@ def test_generate_s_times_are_of_its_answers_alone(tmp_path):
         assert len(first.tokens) == 8
         assert 0 < again.seconds["other"] < time.perf_counter() - began - 0.5
         assert len(running.answer([5] * 60).tokens) == 4, "the context ends there"
+
+
+def test_assisted_generation_is_the_targets_own_in_chains_of_five(tmp_path, monkeypatch):
+    """A draft that is the target itself: after the prompt each of the target's passes is worth six tokens."""
+    from checkpoints import saved
+
+    passes, load = {}, engines._load
+
+    def counted(job, folder):
+        model = load(job, folder)
+        passes[folder.name] = []
+        model.register_forward_hook(lambda *_: passes[folder.name].append(1))
+        return model
+
+    monkeypatch.setattr(engines, "_load", counted)
+    for name, layers in (("target", 7), ("same", 7), ("other", 2)):
+        saved(tmp_path / name, tie_word_embeddings=True, num_hidden_layers=layers)
+    made = {}
+    for name in ("same", "other"):
+        job = Job(tmp_path / "target", tmp_path / name, CPU, torch.float32, 24, 0.0, 64, frozenset())
+        plain = Running(engines.generate, job).answer([5, 6, 7]).tokens
+        assert Running(engines.generate_assisted, job).answer([5, 6, 7]).tokens == plain
+        made[name] = len(passes["target"])
+        assert passes[name], "the draft was never asked"
+    assert len(plain) == 24
+    assert made["same"] == 24 / 6 < made["other"]
+    job = Job(tmp_path / "target", None, CPU, torch.float32, 24, 0.0, 64, frozenset())
+    with pytest.raises(UserError, match="the draft lies in no folder"):
+        Running(engines.generate_assisted, job).answer([5, 6, 7])

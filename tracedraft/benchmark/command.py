@@ -38,6 +38,7 @@ from tracedraft.calibrate import planned
 from tracedraft.config import build_spec, check_settings, fingerprint, plain
 from tracedraft.decode import DecodeSpec, respond, respond_plainly
 from tracedraft.drafts.eagle3 import Eagle3Spec
+from tracedraft.drafts.lm import LmSpec
 from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft, InnerAdapter
@@ -262,7 +263,7 @@ def engine_arms(
     target = served.target
     job = Job(
         checkpoint=served.folder,
-        draft=draft.folder() if isinstance(draft, Eagle3Spec) else None,
+        draft=draft.folder() if isinstance(draft, Eagle3Spec | LmSpec) else None,
         device=target.device,
         dtype=target.model.norm.weight.dtype,
         max_new_tokens=decode.max_new_tokens,

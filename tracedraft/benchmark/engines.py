@@ -28,6 +28,8 @@ from tracedraft.errors import UserError
 from tracedraft.meter import PHASES
 from tracedraft.types import Response
 
+CHAIN = 5  # tokens that an assistant proposes a round: decode=chain's own
+
 
 @dataclass(frozen=True)
 class Job:
@@ -111,13 +113,28 @@ def generate_static(job: Job, prompts: Iterator[list[int]]) -> Iterator[tuple[li
     yield from _generate(job, prompts, {"cache_implementation": "static"})
 
 
-def _generate(job: Job, prompts: Iterator[list[int]], options: dict[str, Any]) -> Iterator[tuple[list[int], float]]:
+def generate_assisted(job: Job, prompts: Iterator[list[int]]) -> Iterator[tuple[list[int], float]]:
+    """transformers' assisted generation (arXiv 2211.17192) with the draft LM: chains of five, as ours are."""
+    if job.draft is None:
+        raise UserError("the draft lies in no folder that transformers could read")
+    assistant = _load(job, job.draft)
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = CHAIN, "constant"
+    settings.assistant_confidence_threshold = 0.0  # it would stop early where the draft is unsure
+    yield from _generate(job, prompts, {"assistant_model": assistant})
+
+
+def _load(job: Job, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=job.dtype, local_files_only=True)
-    model.to(job.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=job.dtype, local_files_only=True)
+    return model.to(job.device).eval()
+
+
+def _generate(job: Job, prompts: Iterator[list[int]], options: dict[str, Any]) -> Iterator[tuple[list[int], float]]:
+    model = _load(job, job.checkpoint)
     options = {"eos_token_id": sorted(job.eos_ids) or None, "pad_token_id": 0, "do_sample": False, **options}
     for prompt in prompts:
         limit = min(job.max_new_tokens, job.context - len(prompt))

@@ -136,7 +136,7 @@ class LmSpec(DraftSpec):
         """Raises UserError without such a checkpoint, or when its vocabulary is not the target's."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"draft.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
-        size = read_decoder_config(self._folder()).vocab_size
+        size = read_decoder_config(self.folder()).vocab_size
         if size != shape.vocab_size:
             raise UserError(
                 f"draft.path={self.path!r} has a vocabulary of {size} tokens, the target one of {shape.vocab_size}: "
@@ -144,16 +144,16 @@ class LmSpec(DraftSpec):
             )
 
     def provenance(self) -> dict[str, str | None]:
-        digest = weights.sha256_of(weights.content_files(self._folder()), Path(self.cache))
+        digest = weights.sha256_of(weights.content_files(self.folder()), Path(self.cache))
         return {"origin": str(self.path), "sha256": digest, "revision": self.revision}
 
     def build(self, target: LlamaTarget) -> tuple[LmDraft, dict[str, str | None]]:
         self.check(target.shape)
         like = target.model.norm.weight
         dtype, origin = DTYPES[self.dtype] if self.dtype else like.dtype, self.provenance()
-        return LmDraft(copy.deepcopy(_pristine(self._folder(), dtype, like.device, origin["sha256"]))), origin
+        return LmDraft(copy.deepcopy(_pristine(self.folder(), dtype, like.device, origin["sha256"]))), origin
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
         return locate(self.path, self.revision, "lm", "lm_tiny")
 
 
