@@ -7,16 +7,18 @@ over the rows that are filled, so its sums have another order: up to 2e-5 was se
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import CPU, chain, tree
-from decode_cases import FIXED, PROMPT, adapter_spec
+from decode_cases import FIXED, PROMPT, adapter_spec, lm
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tracedraft.decode import respond
 from tracedraft.drafts.eagle3 import Eagle3Draft
+from tracedraft.drafts.lm import LmDraft
 from tracedraft.drafts.static import StaticRolls, StaticWork
 from tracedraft.meter import Meter
 from tracedraft.types import Proposal
@@ -24,14 +26,30 @@ from tracedraft.types import Proposal
 CHAIN, TREE = (5,), (8, 3, 3)
 
 
-def pair(golden_draft) -> tuple[Eagle3Draft, Eagle3Draft]:
+Drafts = tuple[Eagle3Draft | LmDraft, Eagle3Draft | LmDraft]
+
+
+@pytest.fixture(params=["eagle3", "lm"])
+def make_pair(request, golden_target, golden_draft) -> Callable[[], Drafts]:
     """The same weights twice: as usual, and over buffers."""
-    usual, static = golden_draft("eagle3_e2e"), golden_draft("eagle3_e2e")
-    static.static = StaticRolls(static.allocate, captured=False)
-    return usual, static
+
+    def pair() -> Drafts:
+        made = [golden_draft("eagle3_e2e") if request.param == "eagle3" else lm(golden_target)] * 2
+        usual, static = (copy.deepcopy(draft) for draft in made)
+        static.static = StaticRolls(static.allocate, captured=False)
+        return usual, static
+
+    return pair
 
 
-def proposed(draft: Eagle3Draft, shape: tuple[int, ...]) -> Proposal:
+def given(draft: Eagle3Draft | LmDraft, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Taps, which a draft LM does not look at, and tokens."""
+    model, own = draft.model, isinstance(draft, LmDraft)
+    width, count = (3, len(model.embed_tokens.weight)) if own else (model.fc.in_features, len(draft.embedding))
+    return torch.randn(size, width, generator=generator), torch.randint(count, (size,), generator=generator)
+
+
+def proposed(draft: Eagle3Draft | LmDraft, shape: tuple[int, ...]) -> Proposal:
     return draft.propose(*shape) if shape == CHAIN else draft.propose_tree(*shape)
 
 
@@ -41,16 +59,15 @@ def parts(made: Proposal) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_slots_and_proposals_are_the_usual_ones(golden_draft, shape):
+def test_slots_and_proposals_are_the_usual_ones(make_pair, shape):
     """After extensions of every size, short of a bucket, beyond it and too long for one; over caches used before."""
     generator = torch.Generator().manual_seed(0)
-    both = pair(golden_draft)
+    both = make_pair()
     for capacity in (192, 256, 192):
         for draft in both:
-            draft.begin(capacity)
+            draft.begin(capacity, 7)
         for size in (70, 1, 6, 8, 11):
-            taps = torch.randn(size, both[0].model.fc.in_features, generator=generator)
-            tokens = torch.randint(len(both[0].embedding), (size,), generator=generator)
+            taps, tokens = given(both[0], size, generator)
             usual, static = (draft.extend(taps, tokens) for draft in both)
             torch.testing.assert_close(static, usual, rtol=0, atol=1e-4)
             made = [proposed(draft, shape) for draft in both]
@@ -60,10 +77,10 @@ def test_slots_and_proposals_are_the_usual_ones(golden_draft, shape):
 
 @pytest.mark.parametrize("shape", [chain, tree])
 @pytest.mark.parametrize("adapter", ["fixed", "reset", "reset_lowrank"])
-def test_responses_are_the_same_while_the_head_learns(golden_target, golden_draft, shape, adapter):
+def test_responses_are_the_same_while_the_head_learns(golden_target, make_pair, shape, adapter):
     """In place, which a captured product sees; factors come and go, and are left to the usual way."""
     answers = []
-    for draft in pair(golden_draft):
+    for draft in make_pair():
         learner = (FIXED if adapter == "fixed" else adapter_spec(adapter)).build(draft.head, 0)
         made = [
             respond(golden_target, draft, learner, PROMPT, shape(max_new_tokens=40), 0, Meter(CPU)) for _ in range(2)
@@ -73,9 +90,9 @@ def test_responses_are_the_same_while_the_head_learns(golden_target, golden_draf
     assert (answers[0][0][2] > 0) == (adapter != "fixed")
 
 
-def test_after_other_weights_are_served_so_is_what_they_say(golden_target, golden_draft):
+def test_after_other_weights_are_served_so_is_what_they_say(golden_target, make_pair):
     """Learnt between requests: work over the buffers of the old ones is let go, and known for the next cache."""
-    both, answers = pair(golden_draft), []
+    both, answers = make_pair(), []
     for draft in both:
         said = []
         for scale in (1.0, 0.5):
@@ -95,9 +112,9 @@ def test_after_other_weights_are_served_so_is_what_they_say(golden_target, golde
 
 
 @pytest.mark.parametrize("what", ["extend", "chain", "tree", "an int is caught"])
-def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(golden_draft, monkeypatch, what):
+def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(make_pair, monkeypatch, what):
     """A roll whose start Python holds is right only where it was recorded."""
-    usual, static = pair(golden_draft)
+    usual, static = make_pair()
     generator = torch.Generator().manual_seed(1)
     shape = TREE if what == "tree" else CHAIN
     recorded, right, seen = None, [], {}
@@ -111,9 +128,8 @@ def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(golden
     for length in (20, 33, 9):
         size = 3
         for draft in (usual, static):
-            draft.begin(128)
-        taps = torch.randn(length, usual.model.fc.in_features, generator=generator)
-        tokens = torch.randint(len(usual.embedding), (length,), generator=generator)
+            draft.begin(128, 7)
+        taps, tokens = given(usual, length, generator)
         for draft in (usual, static):
             draft.extend(taps, tokens)
         if what == "extend":
@@ -140,5 +156,5 @@ def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(golden
     assert right == [True, *2 * [what != "an int is caught"]]
 
 
-def test_a_cpu_keeps_to_the_usual_way(golden_draft):
-    assert golden_draft("eagle3_e2e").static is None
+def test_a_cpu_keeps_to_the_usual_way(make_pair):
+    assert make_pair()[0].static is None

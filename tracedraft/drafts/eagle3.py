@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from tracedraft.drafts.checkpoint import locate
 from tracedraft.drafts.eagle3_student import Eagle3Student
 from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
-from tracedraft.drafts.static import WIDEST, StaticRolls
+from tracedraft.drafts.static import WIDEST, StaticRolls, rolled
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
@@ -109,22 +108,16 @@ class Eagle3Draft(Draft):
         def roll(last: Tensor, start: int | Tensor) -> Proposal:
             return roll_chain(self._fed_back, self.head, last, start, length, pick, more)
 
-        return self._rolled((length,), roll, pick is None and more is None)
+        alone = pick is None and more is None
+        return rolled(self.static, self.head, (length,), roll, self.last, self.length, alone)
 
     @torch.inference_mode()
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
         def roll(last: Tensor, start: int | Tensor) -> Proposal:
             return roll_tree(self._fed_back, self.head, last, start, nodes, depth, top_k, more)
 
-        return self._rolled((nodes, depth, top_k), roll, more is None)
-
-    def _rolled(
-        self, shape: tuple[int, ...], roll: Callable[[Tensor, int | Tensor], Proposal], alone: bool
-    ) -> Proposal:
-        """``alone``: nothing outside is asked on the way. Factors of a head come and go, so they are not captured."""
-        if self.static is None or not alone or self.head.low_rank is not None:
-            return roll(self.last, self.length)
-        return self.static.roll(shape, roll, self.last, self.length)
+        shape = nodes, depth, top_k
+        return rolled(self.static, self.head, shape, roll, self.last, self.length, more is None)
 
     def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._slots(self.model.feedback(outputs), tokens, start, beams)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from tracedraft.drafts.checkpoint import locate
 from tracedraft.drafts.lm_student import LmStudent
 from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
+from tracedraft.drafts.static import WIDEST, StaticRolls, rolled
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import weights
 from tracedraft.models.architectures import read_decoder_config
-from tracedraft.models.decoder import Decoder, KVCache, causal_mask, consecutive, tree_mask
+from tracedraft.models.decoder import Decoder, KVCache, Rope, causal_mask, consecutive, tree_mask
 from tracedraft.models.packing import PackedProduct, can_pack, pack
 from tracedraft.target import DTYPES, LlamaTarget
 from tracedraft.types import OutputHead, Proposal, TargetShape
@@ -35,6 +36,7 @@ class LmDraft(Draft):
     by the next true ones."""
 
     def __init__(self, model: Decoder):
+        self.static = StaticRolls(self.allocate) if model.norm.weight.device.type == "cuda" else None
         self._serve(model)
 
     def _serve(self, model: Decoder) -> None:
@@ -46,6 +48,8 @@ class LmDraft(Draft):
         self._head = OutputHead(norm, weight, model.norm.eps, torch.arange(len(weight), device=weight.device))
         if can_pack(model.lm_head):
             self._head.product = PackedProduct()
+        if self.static is not None:
+            self.static.forget()
 
     def student(self) -> LmStudent:
         dtype = self.model.norm.weight.dtype
@@ -66,21 +70,36 @@ class LmDraft(Draft):
         c = self.model.config
         return KVCache.bytes_per_row(c.layers, c.kv_heads, c.head_dim, self.model.norm.weight.element_size())
 
+    def prepare(self, capacity: int) -> None:
+        if self.static is not None:
+            self.static.prepare(capacity)
+
     @torch.inference_mode()
     def begin(self, capacity: int, first: int) -> None:
-        self.cache, self.rope = self.model.cache(1, capacity + 1), self.model.rope(capacity + 1)
+        self.cache, self.rope = (self.allocate if self.static is None else self.static.begin)(capacity)
         self.length = 0
         self._consume(torch.tensor([first], device=self.head.weight.device), 0, None)
 
+    def allocate(self, capacity: int) -> tuple[KVCache, Rope]:
+        """A cache of so many slots behind the first token, and its rotations."""
+        return self.model.cache(1, capacity + 1), self.model.rope(capacity + 1)
+
     @torch.inference_mode()
     def extend(self, taps: Tensor, tokens: Tensor) -> Tensor:
-        slots = self._consume(tokens, self.length + 1, None)
+        if self.static is not None and len(tokens) <= WIDEST:
+            slots = self.static.extend(self._extended, taps[:, :0], tokens, self.length)
+        else:
+            slots = self._extended(taps, tokens, self.length)
         self.length += len(tokens)
         self.last = slots[-1:]
         return slots
 
+    def _extended(self, taps: Tensor, tokens: Tensor, start: int | Tensor) -> Tensor:
+        return self._consume(tokens, start + 1, None)
+
     def rows(self, n: int) -> Tensor:
-        return self.cache.rows[..., 1 : n + 1, :]
+        rows = self.cache.rows[..., 1 : n + 1, :]
+        return rows if self.static is None else rows.clone()  # whose caches are used again
 
     @torch.inference_mode()
     def resume(self, rows: Tensor) -> None:
@@ -89,11 +108,19 @@ class LmDraft(Draft):
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
-        return roll_chain(self._slots, self.head, self.last, self.length, length, pick, more)
+        def roll(last: Tensor, start: int | Tensor) -> Proposal:
+            return roll_chain(self._slots, self.head, last, start, length, pick, more)
+
+        alone = pick is None and more is None
+        return rolled(self.static, self.head, (length,), roll, self.last, self.length, alone)
 
     @torch.inference_mode()
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
-        return roll_tree(self._slots, self.head, self.last, self.length, nodes, depth, top_k, more)
+        def roll(last: Tensor, start: int | Tensor) -> Proposal:
+            return roll_tree(self._slots, self.head, last, start, nodes, depth, top_k, more)
+
+        shape = nodes, depth, top_k
+        return rolled(self.static, self.head, shape, roll, self.last, self.length, more is None)
 
     def _slots(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._consume(tokens, start + 1, beams)

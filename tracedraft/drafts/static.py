@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracedraft.models.decoder import KVCache, Rope
 from tracedraft.models.graphs import Captured, Kept
-from tracedraft.types import Proposal, Tree
+from tracedraft.types import OutputHead, Proposal, Tree
 
 BUCKET = 8  # tokens by whose multiples extensions are padded
 WIDEST = 16  # longer extensions are of prompts: each would be captured to be run once
@@ -102,3 +102,22 @@ class StaticRolls:
             return StaticWork((*buffers(), at), operators, self._captured)
 
         return self._kept.of(key, make)
+
+
+def rolled(
+    static: StaticRolls | None,
+    head: OutputHead,
+    shape: tuple[int, ...],
+    roll: Callable[[Tensor, int | Tensor], Proposal],
+    last: Tensor,
+    start: int,
+    alone: bool,
+) -> Proposal:
+    """``roll`` of last [1, H] and start, over constant buffers where that can be.
+
+    Args:
+        alone: nothing outside is asked on the way. Factors of a head come and go, so they are not captured.
+    """
+    if static is None or not alone or head.low_rank is not None:
+        return roll(last, start)
+    return static.roll(shape, roll, last, start)
