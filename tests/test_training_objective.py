@@ -15,6 +15,7 @@ from tracedraft.training.objective import (
     teacher_of_hidden,
     training_time_test,
 )
+from tracedraft.training.replay import hits
 
 
 def teacher_of(logits: torch.Tensor, model: eagle3.Eagle3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +108,34 @@ def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
         accuracy.append(float((right * in_vocab[1 + k :] * counts).sum() / mask[k:].sum()))
     assert accuracy == pytest.approx(golden["accuracy"], abs=1e-6)
     assert min(accuracy) > 0.5
+
+
+def test_later_steps_may_count_only_where_the_chain_before_them_is_accepted(golden_model, golden_target):
+    """Against each slot's loss by definition, and the replay's hits; a draft that is right more often than not."""
+    model, golden = golden_model("eagle3_e2e"), golden_json("eagle3_e2e")["training_metrics"]
+    taps, _, logits = recompute(golden_target, golden["input_ids"])
+    teacher, in_vocab = teacher_of(logits, model)
+    tokens, everywhere = torch.tensor(golden["input_ids"])[None], torch.ones(1, len(teacher), dtype=torch.bool)
+    mask = torch.tensor(golden["loss_mask"], dtype=torch.float32)
+    batch = Batch(tokens, taps[None], teacher[None], in_vocab[None], mask[None], everywhere)
+    embedding, steps = golden_target.model.embed_tokens.weight, 4
+    right = hits(model, embedding, tokens, taps[None], steps)[:, 0].int().cumprod(dim=0)
+    expected, total, counted = [], 0.0, []
+    for k, features in enumerate(chain(model, embedding, tokens, taps[None], every_slot(tokens, steps))):
+        q = model.lm_head(model.norm(features[0])).log_softmax(dim=1)
+        n = len(q)
+        each = -(teacher[1 + k : 1 + k + n] * q.detach()).sum(dim=1) * mask[k : k + n] * in_vocab[1 + k : 1 + k + n]
+        met = right[k - 1, :n].float() if k else torch.ones(n)
+        expected.append(float((each * met).sum() / len(mask)))
+        total += 0.9**k * expected[-1]
+        counted.append(float(met.mean()))
+    found, losses = training_time_test(model, embedding, batch, steps, 0.9, accepted_only=True)
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4)
+    assert found.item() == pytest.approx(total, rel=1e-4)
+    assert 1 == counted[0] > counted[1] > counted[3] > 0.1
+    everything = training_time_test(model, embedding, batch, steps, 0.9)[1]
+    assert losses[0].item() == pytest.approx(everything[0].item(), rel=1e-6)
+    assert losses[1] < everything[1]
 
 
 def test_teacher_from_hidden_states_is_the_teacher_from_logits(golden_model, golden_target):

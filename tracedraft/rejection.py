@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tracedraft.interfaces import Pick
 from tracedraft.types import Proposal, Verdict
-from tracedraft.verify import Sampling, chain_verdict, uniform, warped
+from tracedraft.verify import Sampling, chain_verdict, read, uniform, warped
 
 # Streams of uniform noise, beside the token ids that the exact mode hashes.
 DRAFTED, ACCEPTED, RESIDUAL = -1, -2, -3
@@ -48,7 +48,7 @@ def verify_rejection(logits: Tensor, proposal: Proposal, sampling: Sampling, pos
     last = _draw(rest, sampling.key, position + accepted, RESIDUAL)
     rows = torch.arange(len(drafted) + 1, device=logits.device)
     said = torch.where(rows < accepted, torch.cat((drafted, last)), last)
-    count, *tokens = torch.cat((accepted, said)).tolist()  # the one read of a round
+    count, *tokens = read(torch.cat((accepted, said)))
     return chain_verdict(tokens[: count + 1], said[: count + 1], drafted)
 
 

@@ -163,6 +163,17 @@ def _edge(scores: Tensor, sampling: Sampling, token: int, leaving: bool) -> floa
     return low
 
 
+def read(numbers: Tensor) -> list[int]:
+    """The one read of a round, which waits for the device: a GPU writes to pinned memory itself, and to other memory
+    by way of the driver's."""
+    if numbers.device.type == "cuda":
+        pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        pinned.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream(numbers.device).synchronize()
+        numbers = pinned
+    return numbers.tolist()
+
+
 def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: int) -> Verdict:
     """Accept the longest prefix of ``drafted`` [K] that the target would have said itself.
 
@@ -172,7 +183,7 @@ def verify_chain(logits: Tensor, drafted: Tensor, sampling: Sampling, position: 
     """
     chosen = choose(logits, sampling, position)
     accepted = (chosen[:-1] == drafted).cumprod(dim=0).sum(dim=0, keepdim=True)
-    *tokens, count = torch.cat((chosen, accepted)).tolist()  # the one read of a round: it waits for the device
+    *tokens, count = read(torch.cat((chosen, accepted)))
     return chain_verdict(tokens[: count + 1], chosen[: count + 1], drafted)
 
 
@@ -202,5 +213,5 @@ def verify_tree(logits: Tensor, drafted: Tensor, tree: Tree, sampling: Sampling,
     count = stands.sum(dim=0, keepdim=True)
     followed = (tree.parents[1:] == rows.gather(0, count - 1)).any(dim=0, keepdim=True)
     chosen = chosen[rows]
-    *tokens, size, more = torch.cat((chosen, count, followed)).tolist()
+    *tokens, size, more = read(torch.cat((chosen, count, followed)))
     return Verdict(size - 1, tokens[:size], chosen[:size], tested=size - 1 + more, rows=rows[:size])

@@ -28,6 +28,7 @@ class Eagle3TrainingSpec(TrainingSpec):
         pass_through: start ``fc`` as a pass-through of the last tap.
         teacher_temperature: of the distributions that are learnt.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
+        accepted_only: of later steps learn those alone that inference comes to; see ``training_time_test``.
     """
 
     draft_vocab_size: int
@@ -36,6 +37,7 @@ class Eagle3TrainingSpec(TrainingSpec):
     teacher_temperature: float
     unroll: int
     decay: float
+    accepted_only: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +89,9 @@ class Eagle3Pupil(Pupil[eagle3.Eagle3]):
 
     def loss(self, raw: dict[str, Tensor]) -> Tensor:
         spec, batch = self.spec, self.batch(raw)
-        return training_time_test(self.model, self.embedding, batch, spec.unroll, spec.decay, spec.loss)[0]
+        return training_time_test(
+            self.model, self.embedding, batch, spec.unroll, spec.decay, spec.loss, spec.accepted_only
+        )[0]
 
     def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
         return hits(self.model, self.embedding, raw["tokens"].long(), raw["taps"].float(), depths)
