@@ -78,7 +78,7 @@ def test_slots_and_proposals_are_the_usual_ones(make_pair, shape):
 @pytest.mark.parametrize("shape", [chain, tree])
 @pytest.mark.parametrize("adapter", ["fixed", "reset", "reset_lowrank"])
 def test_responses_are_the_same_while_the_head_learns(golden_target, make_pair, shape, adapter):
-    """In place, which a captured product sees; factors come and go, and are left to the usual way."""
+    """In place, which a captured product sees; or by factors, which are copied to where it looks."""
     answers = []
     for draft in make_pair():
         learner = (FIXED if adapter == "fixed" else adapter_spec(adapter)).build(draft.head, 0)
@@ -111,7 +111,7 @@ def test_after_other_weights_are_served_so_is_what_they_say(golden_target, make_
     assert answers[0][1] != answers[0][3]
 
 
-@pytest.mark.parametrize("what", ["extend", "chain", "tree", "an int is caught"])
+@pytest.mark.parametrize("what", ["extend", "chain", "tree", "factors", "an int is caught"])
 def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(make_pair, monkeypatch, what):
     """A roll whose start Python holds is right only where it was recorded."""
     usual, static = make_pair()
@@ -127,6 +127,10 @@ def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(make_p
     monkeypatch.setattr(StaticWork, "__call__", spy)
     for length in (20, 33, 9):
         size = 3
+        if what == "factors":  # others each time, of 65 to 128 rows, by as many of which they are served
+            wide, rows = usual.head.weight.shape, 2 * length + 50
+            factors = tuple(torch.randn(rows, n, generator=generator) / 30 for n in wide)
+            usual.head.low_rank = static.head.low_rank = factors
         for draft in (usual, static):
             draft.begin(128, 7)
         taps, tokens = given(usual, length, generator)

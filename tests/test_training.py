@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -242,6 +243,13 @@ def test_training_goes_on_from_a_draft(corpus, tmp_path):
     kept = eagle3.load(tmp_path / "draft", torch.float32, "cpu")
     assert torch.equal(trainer.model.vocab, kept.vocab)
     assert torch.equal(trainer.model.fc.weight, kept.fc.weight)
+    saved = json.loads((tmp_path / "draft" / "config.json").read_text())
+    saved["tracedraft"]["taps"] = None
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(saved, indent=2))
+    Trainer(served().target, corpus, spec).pupil.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["tracedraft"]["taps"] == list(
+        served().target.taps
+    )
     config = (tmp_path / "draft" / "config.json").read_text()
     other = config.replace('"vocab_size": 258', '"vocab_size": 259')
     (tmp_path / "draft" / "config.json").write_text(other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tracedraft.drafts.checkpoint import locate
 from tracedraft.drafts.eagle3_student import Eagle3Student
 from tracedraft.drafts.rollout import Beams, roll_chain, roll_tree
-from tracedraft.drafts.static import WIDEST, StaticRolls, rolled
+from tracedraft.drafts.static import WIDEST, LowRank, StaticRolls, rolled
 from tracedraft.errors import UserError
 from tracedraft.interfaces import Draft, DraftSpec, More, Pick
 from tracedraft.models import eagle3, weights
@@ -105,19 +105,21 @@ class Eagle3Draft(Draft):
 
     @torch.inference_mode()
     def propose(self, length: int, pick: Pick | None = None, more: More | None = None) -> Proposal:
-        def roll(last: Tensor, start: int | Tensor) -> Proposal:
-            return roll_chain(self._fed_back, self.head, last, start, length, pick, more)
+        def roll(factors: LowRank | None, last: Tensor, start: int | Tensor) -> Proposal:
+            head = replace(self.head, low_rank=factors)
+            return roll_chain(self._fed_back, head, last, start, length, pick, more)
 
-        alone = pick is None and more is None
-        return rolled(self.static, self.head, (length,), roll, self.last, self.length, alone)
+        alone = pick is None and more is None  # nothing outside is asked on the way
+        return rolled(self.static if alone else None, self.head, (length,), roll, self.last, self.length)
 
     @torch.inference_mode()
     def propose_tree(self, nodes: int, depth: int, top_k: int, more: More | None = None) -> Proposal:
-        def roll(last: Tensor, start: int | Tensor) -> Proposal:
-            return roll_tree(self._fed_back, self.head, last, start, nodes, depth, top_k, more)
+        def roll(factors: LowRank | None, last: Tensor, start: int | Tensor) -> Proposal:
+            head = replace(self.head, low_rank=factors)
+            return roll_tree(self._fed_back, head, last, start, nodes, depth, top_k, more)
 
-        shape = nodes, depth, top_k
-        return rolled(self.static, self.head, shape, roll, self.last, self.length, more is None)
+        shape, static = (nodes, depth, top_k), self.static if more is None else None
+        return rolled(static, self.head, shape, roll, self.last, self.length)
 
     def _fed_back(self, outputs: Tensor, tokens: Tensor, start: int | Tensor, beams: Beams | None) -> Tensor:
         return self._slots(self.model.feedback(outputs), tokens, start, beams)

@@ -22,6 +22,8 @@ WIDEST = 16  # longer extensions are of prompts: each would be captured to be ru
 
 # What is made of buffers, of which the last says where to start: int64 [1].
 Operators = Callable[..., tuple[Tensor, ...]]
+LowRank = tuple[Tensor, Tensor]  # of an OutputHead
+Roll = Callable[[LowRank | None, Tensor, int | Tensor], Proposal]  # of a head's factors, last [1, H] and start
 
 
 class StaticWork:
@@ -58,6 +60,7 @@ class StaticRolls:
     def __init__(self, cache: Callable[[int], tuple[KVCache, Rope]], captured: bool = True):
         self._kept: Kept[StaticWork] = Kept(cache)
         self._captured = captured
+        self._factors: dict[int, LowRank] = {}  # shared by all work over so many of them
 
     def prepare(self, capacity: int) -> None:
         self._kept.prepare(capacity)
@@ -82,19 +85,36 @@ class StaticRolls:
         return work(taps, tokens, start=start)[0][: len(tokens)]
 
     def roll(
-        self, shape: tuple[int, ...], roll: Callable[[Tensor, Tensor], Proposal], last: Tensor, start: int
+        self,
+        shape: tuple[int, ...],
+        roll: Roll,
+        low_rank: LowRank | None,
+        last: Tensor,
+        start: int,
     ) -> Proposal:
-        """``roll``, a proposal of one shape, of last [1, H] and start [1]."""
+        """``roll``, a proposal of one shape, of a head's factors, last [1, H] and start [1]."""
+        rows = 0 if low_rank is None else 1 << (len(low_rank[0]) - 1).bit_length()
+        factors = None if low_rank is None else self._filled(low_rank, rows)
 
         def operators(last: Tensor, start: Tensor) -> tuple[Tensor, ...]:
-            made = roll(last, start)
+            made = roll(factors, last, start)
             assert made.features is not None
             linked = (made.tree.parents, made.tree.ancestors, made.tree.depths) if made.tree else ()
             return made.tokens, made.features, *linked
 
-        work = self._of(("roll", *shape), lambda: (torch.zeros_like(last),), operators)
+        work = self._of(("roll", rows, *shape), lambda: (torch.zeros_like(last),), operators)
         tokens, features, *linked = work(last, start=start)
         return Proposal(tokens, features=features, tree=Tree(*linked) if linked else None)
+
+    def _filled(self, factors: LowRank, rows: int) -> LowRank:
+        """Buffers of ``rows`` factors that hold these, which come and go elsewhere; the others are zero."""
+        if rows not in self._factors:
+            left, right = (factor.new_zeros(rows, factor.shape[1]) for factor in factors)
+            self._factors[rows] = left, right
+        for buffer, factor in zip(self._factors[rows], factors, strict=True):
+            buffer[: len(factor)] = factor
+            buffer[len(factor) :] = 0
+        return self._factors[rows]
 
     def _of(self, key: tuple, buffers: Callable[[], tuple[Tensor, ...]], operators: Operators) -> StaticWork:
         def make(cache: KVCache, rope: Rope) -> StaticWork:
@@ -105,19 +125,9 @@ class StaticRolls:
 
 
 def rolled(
-    static: StaticRolls | None,
-    head: OutputHead,
-    shape: tuple[int, ...],
-    roll: Callable[[Tensor, int | Tensor], Proposal],
-    last: Tensor,
-    start: int,
-    alone: bool,
+    static: StaticRolls | None, head: OutputHead, shape: tuple[int, ...], roll: Roll, last: Tensor, start: int
 ) -> Proposal:
-    """``roll`` of last [1, H] and start, over constant buffers where that can be.
-
-    Args:
-        alone: nothing outside is asked on the way. Factors of a head come and go, so they are not captured.
-    """
-    if static is None or not alone or head.low_rank is not None:
-        return roll(last, start)
-    return static.roll(shape, roll, last, start)
+    """``roll`` of last [1, H] and start, over constant buffers where they are."""
+    if static is None:
+        return roll(head.low_rank, last, start)
+    return static.roll(shape, roll, head.low_rank, last, start)

@@ -57,7 +57,9 @@ class Eagle3TrainingSpec(TrainingSpec):
 
     def pupil(self, target: LlamaTarget, files: list[Path]) -> Eagle3Pupil:
         if self.init is not None:
-            return Eagle3Pupil(eagle3.load(Path(self.init), torch.float32, "cpu"), target, self)
+            model = eagle3.load(Path(self.init), torch.float32, "cpu")
+            model.config = replace(model.config, tapped=target.taps)  # which the checkpoint may not have said
+            return Eagle3Pupil(model, target, self)
         vocab = corpus_vocab(files, self.draft_vocab_size, target.vocab_size, target.eos_ids)
         return Eagle3Pupil(new_draft(target, vocab, self), target, self)
 
