@@ -15,6 +15,7 @@ from conftest import in_child, small_disk
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from safetensors.torch import load_file
 
 from tracedraft.config import shipped_dir
 from tracedraft.errors import UserError
@@ -139,6 +140,23 @@ def test_a_full_disk_is_one_line_that_names_the_file(whole, tmp_path):
         pytest.raises(UserError, match=r"shard-00000\.safetensors can't be written.*corpus=FOLDER"),
     ):
         trained(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("average", "tensors"), [("null", 3), ("0.9", 4)])
+def test_room_for_the_state_is_asked_for_before_any_text_is_made(whole, tmp_path, monkeypatch, average, tensors):
+    """Weights, both of their moments and their average, twice, since a state is written beside the last one, and the
+    draft itself; with a little more room the text lacks some."""
+    kept = load_file(whole[0] / "draft" / "model.safetensors")
+    needed = 4 * sum(kept[name].numel() for name in kept if name not in ("d2t", "t2d")) * (2 * tensors + 1)
+    usage = shutil.disk_usage(tmp_path)
+    for room, says in (
+        (0.99, "the training's state needs 0.0 GiB in .*out=FOLDER"),
+        (1.01, "the corpus still needs"),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=room * needed / 0.95: usage._replace(free=free))
+        with pytest.raises(UserError, match=says):
+            trained(tmp_path, f"training.average={average}")
+    assert not list(tmp_path.glob("**/*.safetensors"))
 
 
 def test_the_same_command_again_does_nothing_more(whole):

@@ -137,6 +137,12 @@ def test_what_is_saved_is_a_llama_that_transformers_reads_alike(corpus, tmp_path
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
+def test_how_many_weights_there_are_is_known_beforehand(corpus):
+    assert SPEC.count(served().target) == sum(
+        w.numel() for w in Trainer(served().target, corpus, SPEC).model.parameters()
+    )
+
+
 def test_training_goes_on_from_a_draft_and_serves_it(corpus, tmp_path):
     trainer = Trainer(served().target, corpus, dataclasses.replace(SPEC, epochs=1))
     trainer.run(tmp_path, lambda done: None)

@@ -64,6 +64,7 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"text.length={text.length}: the target reads at most {served.target.context} tokens")
     makers = text.makers(served, corpus.known_runs(prompts))
     loop.check(spec, served.target, len(makers))
+    loop.check_disk(spec, served.target, folder)
     made = identity(served, text, prompts)
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))

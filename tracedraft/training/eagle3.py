@@ -55,6 +55,11 @@ class Eagle3TrainingSpec(TrainingSpec):
         if self.init is not None:
             check_fit(eagle3.read_config(Path(self.init)), target.shape, Path(self.init))
 
+    def count(self, target: LlamaTarget) -> int:
+        config = new_config(target, self) if self.init is None else eagle3.read_config(Path(self.init))
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in eagle3.Eagle3(config).parameters())
+
     def pupil(self, target: LlamaTarget, files: list[Path]) -> Eagle3Pupil:
         if self.init is not None:
             model = eagle3.load(Path(self.init), torch.float32, "cpu")
@@ -116,12 +121,16 @@ def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozense
     return torch.topk(counts, size).indices.sort().values
 
 
-def new_draft(target: LlamaTarget, vocab: Tensor, spec: Eagle3TrainingSpec) -> eagle3.Eagle3:
-    """One layer of the target's own width, its head and norm started from the target's."""
+def new_config(target: LlamaTarget, spec: Eagle3TrainingSpec) -> eagle3.Eagle3Config:
+    """One layer of the target's own width."""
     layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
-    size = layer.hidden_size
     taps = target.taps
-    model = eagle3.Eagle3(eagle3.Eagle3Config(layer, len(vocab), size, len(taps), spec.fc_norm, tapped=taps))
+    return eagle3.Eagle3Config(layer, spec.draft_vocab_size, layer.hidden_size, len(taps), spec.fc_norm, tapped=taps)
+
+
+def new_draft(target: LlamaTarget, vocab: Tensor, spec: Eagle3TrainingSpec) -> eagle3.Eagle3:
+    """Its head and norm started from the target's."""
+    model = eagle3.Eagle3(new_config(target, spec))
     model.set_vocab(vocab)
     head, norm = target.model.lm_head.weight.float().cpu(), target.model.norm.weight.float().cpu()
     eagle3.start_from(model, head, norm, torch.Generator().manual_seed(spec.seed), spec.pass_through)

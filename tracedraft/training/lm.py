@@ -50,6 +50,12 @@ class LmTrainingSpec(TrainingSpec):
         if self.init is not None and (size := read_decoder_config(Path(self.init)).vocab_size) != target.vocab_size:
             raise UserError(f"training.init={self.init}: its vocabulary is {size}, the target's {target.vocab_size}")
 
+    def count(self, target: LlamaTarget) -> int:
+        config = new_config(target, self) if self.init is None else read_decoder_config(Path(self.init))
+        with torch.device("meta"):
+            size = sum(weight.numel() for weight in Decoder(config).parameters())
+        return size - (config.vocab_size * config.hidden_size if config.tied else 0)
+
     def pupil(self, target: LlamaTarget, files: list[Path]) -> LmPupil:
         if self.init is not None:
             folder = Path(self.init)
@@ -98,11 +104,9 @@ class LmPupil(Pupil[Decoder]):
         pass
 
 
-def new_lm(target: LlamaTarget, spec: LmTrainingSpec) -> Decoder:
-    """Random layers; embeddings are the target's, cut to their principal directions, since most tokens are rare in a
-    small corpus."""
+def new_config(target: LlamaTarget, spec: LmTrainingSpec) -> DecoderConfig:
     of_target = target.model.config
-    config = DecoderConfig(
+    return DecoderConfig(
         vocab_size=of_target.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -116,7 +120,12 @@ def new_lm(target: LlamaTarget, spec: LmTrainingSpec) -> Decoder:
         tied=True,
         context=target.context,
     )
-    model = Decoder(config)
+
+
+def new_lm(target: LlamaTarget, spec: LmTrainingSpec) -> Decoder:
+    """Random layers; embeddings are the target's, cut to their principal directions, since most tokens are rare in a
+    small corpus."""
+    model = Decoder(new_config(target, spec))
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for parameter in model.parameters():

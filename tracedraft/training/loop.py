@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -125,6 +126,10 @@ class TrainingSpec(ABC):
         """Raises UserError for what cannot be trained for this target, before any text is made."""
 
     @abstractmethod
+    def count(self, target: LlamaTarget) -> int:
+        """How many weights are trained."""
+
+    @abstractmethod
     def pupil(self, target: LlamaTarget, files: list[Path]) -> Pupil:
         """A new draft, or the one to go on from, given the shards that it will be trained on."""
 
@@ -182,6 +187,19 @@ def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
             "for a file of few conversations"
         )
     spec.check(target)
+
+
+def check_disk(spec: TrainingSpec, target: LlamaTarget, folder: Path) -> None:
+    """Raises UserError when the disk has too little room for the state and for the one that it is replaced by."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = 3 + (spec.average is not None)  # weights, their moments, their average
+    missing = 1 if (folder / "state.pt").exists() else 2
+    needed, free = 4 * spec.count(target) * (tensors * missing + 1), shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        raise UserError(
+            f"the training's state needs {needed / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are "
+            "free: choose another out=FOLDER"
+        )
 
 
 KEPT = ("step", "tokens", "seconds", "best", "worse", "curve", "average")
