@@ -243,6 +243,10 @@ def test_what_was_learnt_between_requests_goes_into_the_draft(adapter, dtype, dr
     assert not torch.equal(
         after.fc.weight, eagle3.load(tmp_path / "draft", None, "cpu").fc.weight.to(after.fc.weight)
     )
+    (run / "draft.pt").unlink()
+    with pytest.raises(UserError, match=r"learnt \d+ blocks between requests, and draft\.pt, .*is gone"):
+        export("target=tiny", *draft[1:], f"run={run}", f"out={tmp_path / 'without'}")
+    assert not (tmp_path / "without").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

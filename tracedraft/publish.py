@@ -91,10 +91,16 @@ def put_draft(model: eagle3.Eagle3, run: Path, dtype: torch.dtype) -> None:
     """Give a draft all the weights that a learner between requests made, as they were served.
 
     Raises:
-        UserError: it made a draft for each domain.
+        UserError: it made a draft for each domain, or its draft is gone.
     """
     file = records.last_draft(run)
     if file is None:
+        said = [record["outer"] for record in records.read_conversations(run) if record.get("outer")]
+        if learnt := sum(outer["block"] is not None and outer["committed"] for outer in said):
+            raise UserError(
+                f"run={run} learnt {learnt} blocks between requests, and {records.DRAFT}, the draft that they made, "
+                "is gone: run it again with keep_learner=true, in another hydra.run.dir"
+            )
         return  # nothing was learnt yet
     kept = torch.load(file, weights_only=True, map_location="cpu")
     if "weights" not in kept:
