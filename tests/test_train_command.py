@@ -216,6 +216,7 @@ def test_another_content_of_the_same_files_is_another_corpus(tmp_path):
         ("draft=tiny", "no trainer"),
         ("training.length=48", "does not divide text.length"),
         ("training.init=/nowhere", "training.init=/nowhere: no such folder"),
+        ("training.after=/nowhere", "training.after=/nowhere: holds no state.pt"),
         ("text=conversations", "text.path"),
         ("corpus=${out}", "expected another folder than out"),
         ("threads=0", "threads=0: expected 1 or more"),

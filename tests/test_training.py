@@ -126,6 +126,26 @@ def test_resume_restores_step_model_and_optimiser(corpus, tmp_path):
         assert torch.equal(again.model.state_dict()[name], tensor)
 
 
+def test_training_goes_on_after_another_with_its_last_weights_and_moments(corpus, tmp_path):
+    """Which are not the best ones that it kept; schedule and curve begin anew, at the rate and decay of now."""
+    first = Trainer(served().target, corpus, dataclasses.replace(SPEC, lr=1.0, epochs=1, evaluate_every=1))
+    first.run(tmp_path / "first", lambda done: None)
+    spec = dataclasses.replace(SPEC, after=str(tmp_path / "first"), lr=0.5, betas=(0.8, 0.9), average=0.9)
+    again = Trainer(served().target, corpus, spec)
+    best = eagle3.load(tmp_path / "first" / "draft", torch.float32, "cpu")
+    assert not torch.equal(again.model.fc.weight.bfloat16(), best.fc.weight.bfloat16())
+    expected, state = first.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert all(torch.equal(a, b) for a, b in zip(again.average or [], again.model.parameters(), strict=True))
+    for a, b in zip(again.optimizer.state.values(), first.optimizer.state.values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+    assert len(again.optimizer.state) == len(list(again.model.parameters()))
+    assert again.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert (again.step, again.curve, again.best) == (0, [], 0.0)
+    again.run(tmp_path / "again", lambda done: None)
+    assert again.curve[0]["tau"] == first.curve[-1]["tau"]
+
+
 def test_an_average_of_the_weights_is_judged_and_kept_in_their_place(corpus, tmp_path):
     """Against all weights that there were, each with its share."""
     trainer = Trainer(served().target, corpus, dataclasses.replace(SPEC, epochs=2, average=0.5, evaluate_every=100))
@@ -263,6 +283,7 @@ def test_training_goes_on_from_a_draft(corpus, tmp_path):
         ({"loss": "mse"}, "training.loss=mse: expected one of ce, lk"),
         ({"patience": 0}, "training.patience=0"),
         ({"unroll": 0}, "training.unroll=0"),
+        ({"init": "A", "after": "B"}, "training.after=B: expected null beside training.init=A"),
     ],
 )
 def test_bad_settings_are_named(change, says):

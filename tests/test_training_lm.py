@@ -26,9 +26,9 @@ from tracedraft.training.loop import Trainer
 from tracedraft.training.replay import Tally, replay
 
 SPEC = LmTrainingSpec(
-    init=None, loss="ce", answers_only=False, average=None, epochs=12, batch=8, length=64, lr=1e-2, warmup_steps=5,
-    final_lr=0.1, betas=(0.9, 0.95), clip=0.5, weight_decay=0.0, evaluate_every=1000, held_out_tokens=2048,
-    patience=None, seed=0,
+    init=None, after=None, loss="ce", answers_only=False, average=None, epochs=12, batch=8, length=64,
+    lr=1e-2, warmup_steps=5, final_lr=0.1, betas=(0.9, 0.95), clip=0.5, weight_decay=0.0, evaluate_every=1000,
+    held_out_tokens=2048, patience=None, seed=0,
     hidden_size=32, intermediate_size=64, layers=2, heads=2,
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_training_goes_on_from_a_draft_and_serves_it(corpus, tmp_path):
     assert len(draft.head.vocab) == 258
     config = json.loads((tmp_path / "draft" / "config.json").read_text()) | {"vocab_size": 259}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"training\.init=.*its vocabulary is 259, the target's 258"):
+    with pytest.raises(UserError, match=r"draft: its vocabulary is 259, the target's 258"):
         Trainer(served().target, corpus, dataclasses.replace(SPEC, init=str(tmp_path / "draft")))
 
 

@@ -53,6 +53,10 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"training.length={spec.length} does not divide text.length={text.length}")
     if spec.init is not None and not Path(spec.init).is_dir():
         raise UserError(f"training.init={spec.init}: no such folder")
+    if spec.after is not None and not (Path(spec.after) / loop.STATE).is_file():
+        raise UserError(
+            f"training.after={spec.after}: holds no {loop.STATE}, which a training leaves in its out=FOLDER"
+        )
     if Path(cfg.corpus).resolve() == folder.resolve():
         raise UserError(f"corpus={cfg.corpus}: expected another folder than out, which the draft goes to")
     prompts = corpus.benchmark_prompts(Path(cfg.paths.data) if cfg.paths.data else None)
@@ -77,9 +81,9 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
             keep_settings(folder, {**made, "training": plain(spec)}, OTHER_OUT)
             console.print(f"text that quotes one of {len(prompts)} benchmark prompts is left out")
             write_corpus(served, text, makers, Path(cfg.corpus), bar)
-        remove_scratch(folder / "draft")
+        remove_scratch(folder / loop.DRAFT)
         train(served, files, spec, folder, bar)
-    print(f"draft: {folder / 'draft'}")
+    print(f"draft: {folder / loop.DRAFT}")
 
 
 def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[str, Any]:

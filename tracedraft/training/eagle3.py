@@ -52,17 +52,17 @@ class Eagle3TrainingSpec(TrainingSpec):
     def check(self, target: LlamaTarget) -> None:
         if self.draft_vocab_size > target.vocab_size:
             raise UserError(f"training.draft_vocab_size={self.draft_vocab_size}: the target has {target.vocab_size}")
-        if self.init is not None:
-            check_fit(eagle3.read_config(Path(self.init)), target.shape, Path(self.init))
+        if self.start is not None:
+            check_fit(eagle3.read_config(self.start), target.shape, self.start)
 
     def count(self, target: LlamaTarget) -> int:
-        config = new_config(target, self) if self.init is None else eagle3.read_config(Path(self.init))
+        config = new_config(target, self) if self.start is None else eagle3.read_config(self.start)
         with torch.device("meta"):
             return sum(weight.numel() for weight in eagle3.Eagle3(config).parameters())
 
     def pupil(self, target: LlamaTarget, files: list[Path]) -> Eagle3Pupil:
-        if self.init is not None:
-            model = eagle3.load(Path(self.init), torch.float32, "cpu")
+        if self.start is not None:
+            model = eagle3.load(self.start, torch.float32, "cpu")
             model.config = replace(model.config, tapped=target.taps)  # which the checkpoint may not have said
             return Eagle3Pupil(model, target, self)
         vocab = corpus_vocab(files, self.draft_vocab_size, target.vocab_size, target.eos_ids)

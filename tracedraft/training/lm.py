@@ -47,21 +47,19 @@ class LmTrainingSpec(TrainingSpec):
             raise UserError(
                 f"training.hidden_size={self.hidden_size}: expected at most the target's {target.hidden_size}"
             )
-        if self.init is not None and (size := read_decoder_config(Path(self.init)).vocab_size) != target.vocab_size:
-            raise UserError(f"training.init={self.init}: its vocabulary is {size}, the target's {target.vocab_size}")
+        if self.start is not None and (size := read_decoder_config(self.start).vocab_size) != target.vocab_size:
+            raise UserError(f"{self.start}: its vocabulary is {size}, the target's {target.vocab_size}")
 
     def count(self, target: LlamaTarget) -> int:
-        config = new_config(target, self) if self.init is None else read_decoder_config(Path(self.init))
+        config = new_config(target, self) if self.start is None else read_decoder_config(self.start)
         with torch.device("meta"):
             size = sum(weight.numel() for weight in Decoder(config).parameters())
         return size - (config.vocab_size * config.hidden_size if config.tied else 0)
 
     def pupil(self, target: LlamaTarget, files: list[Path]) -> LmPupil:
-        if self.init is not None:
-            folder = Path(self.init)
-            return LmPupil(
-                weights.load_decoder(folder, read_decoder_config(folder), torch.float32, "cpu"), target, self
-            )
+        if self.start is not None:
+            config = read_decoder_config(self.start)
+            return LmPupil(weights.load_decoder(self.start, config, torch.float32, "cpu"), target, self)
         return LmPupil(new_lm(target, self), target, self)
 
 

@@ -25,7 +25,7 @@ from tracedraft.training.corpus import read_shard, rows_of
 from tracedraft.training.objective import OBJECTIVES
 from tracedraft.training.replay import Tally, replay
 
-CURVE = "curve.jsonl"
+CURVE, STATE, DRAFT = "curve.jsonl", "state.pt", "draft"
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
 HOPELESS = 10  # steps in a row without a finite gradient
 
@@ -68,6 +68,7 @@ class TrainingSpec(ABC):
 
     Attributes:
         init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
+        after: the folder of an earlier training, whose last weights and moments to go on from instead.
         loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
         answers_only: learn what the target answers, and not what stands between answers.
@@ -79,6 +80,7 @@ class TrainingSpec(ABC):
     """
 
     init: str | None
+    after: str | None
     loss: str
     answers_only: bool
     epochs: int
@@ -111,6 +113,8 @@ class TrainingSpec(ABC):
         for key, (fits, what) in ranges.items():
             if not fits:
                 raise UserError(f"training.{key}={getattr(self, key)}: expected {what}")
+        if self.init is not None and self.after is not None:
+            raise UserError(f"training.after={self.after}: expected null beside training.init={self.init}")
         if self.loss not in OBJECTIVES:
             raise UserError(f"training.loss={self.loss}: expected one of {', '.join(OBJECTIVES)}")
         if self.patience is not None and self.patience < 1:
@@ -120,6 +124,13 @@ class TrainingSpec(ABC):
         for key in keys:
             if getattr(self, key) < 1:
                 raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
+
+    @property
+    def start(self) -> Path | None:
+        """The draft that gives shape and vocabulary."""
+        if self.after is not None:
+            return Path(self.after) / DRAFT
+        return None if self.init is None else Path(self.init)
 
     @abstractmethod
     def check(self, target: LlamaTarget) -> None:
@@ -193,7 +204,7 @@ def check_disk(spec: TrainingSpec, target: LlamaTarget, folder: Path) -> None:
     """Raises UserError when the disk has too little room for the state and for the one that it is replaced by."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = 3 + (spec.average is not None)  # weights, their moments, their average
-    missing = 1 if (folder / "state.pt").exists() else 2
+    missing = 1 if (folder / STATE).exists() else 2
     needed, free = 4 * spec.count(target) * (tensors * missing + 1), shutil.disk_usage(folder).free
     if needed > 0.95 * free:
         raise UserError(
@@ -226,6 +237,17 @@ class Trainer:
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
         self.step, self.tokens, self.seconds, self.best, self.worse, self.skipped = 0, 0, 0.0, 0.0, 0, 0
         self.curve: list[dict[str, Any]] = []
+        if spec.after is not None:
+            self._follow(Path(spec.after))
+
+    def _follow(self, folder: Path) -> None:
+        """Take over weights and moments of the training in ``folder``; schedule and curve begin anew."""
+        state = torch.load(folder / STATE, weights_only=True, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self.pupil.resumed()
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]["state"]})
+        if self.average is not None:
+            self.average = [p.detach().clone() for p in self.model.parameters()]
 
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / self.spec.warmup_steps)
@@ -323,7 +345,7 @@ class Trainer:
             held_out = self.evaluate()
             better = held_out.tau > self.best
             if better:
-                self.pupil.save(folder / "draft")
+                self.pupil.save(folder / DRAFT)
         self.best, self.worse = max(self.best, held_out.tau), 0 if better else self.worse + 1
         self.curve.append(self._point(held_out, loss))
         state = {
@@ -331,7 +353,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        write_atomically(folder / "state.pt", lambda path: torch.save(state, path), "choose another out=FOLDER")
+        write_atomically(folder / STATE, lambda path: torch.save(state, path), "choose another out=FOLDER")
         self._write_curve(folder)
 
     def _point(self, held_out: HeldOut, loss: float | None) -> dict[str, Any]:
@@ -355,7 +377,7 @@ class Trainer:
         write_atomically(folder / CURVE, lambda path: path.write_text(lines), "choose another out=FOLDER")
 
     def resume(self, folder: Path) -> None:
-        path = folder / "state.pt"
+        path = folder / STATE
         if path.exists():
             state = torch.load(path, weights_only=True, map_location=self.device)
             self.model.load_state_dict(state["model"])
