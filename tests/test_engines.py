@@ -146,6 +146,9 @@ def test_assisted_generation_is_the_targets_own_in_chains_of_five(tmp_path, monk
         assert passes[name], "the draft was never asked"
     assert len(plain) == 24
     assert made["same"] == 24 / 6 < made["other"]
-    job = Job(tmp_path / "target", None, CPU, torch.float32, 24, 0.0, 64, frozenset())
-    with pytest.raises(UserError, match="the draft lies in no folder"):
-        Running(engines.generate_assisted, job).answer([5, 6, 7])
+    (tmp_path / "eagle3").mkdir()
+    (tmp_path / "eagle3" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    for draft, says in ((None, "the draft lies in no folder"), (tmp_path / "eagle3", "by a language model only")):
+        job = Job(tmp_path / "target", draft, CPU, torch.float32, 24, 0.0, 64, frozenset())
+        with pytest.raises(UserError, match=says):
+            Running(engines.generate_assisted, job).answer([5, 6, 7])

@@ -160,5 +160,27 @@ def test_recorded_once_and_replayed_over_other_contents_it_is_still_right(make_p
     assert right == [True, *2 * [what != "an int is caught"]]
 
 
+def test_what_is_made_beforehand_goes_over_the_cache_that_will_be_served(golden_target, make_pair, monkeypatch):
+    """A capture holds the memory that it went over: over the cache before, it would draft from another response."""
+    static, over = make_pair()[1], []
+
+    def answer(limit: int) -> None:
+        respond(golden_target, static, FIXED.build(None, 0), PROMPT, chain(max_new_tokens=limit), 0, Meter(CPU))
+
+    answer(40)
+    first, made = static.cache, StaticWork.made
+
+    def spy(work: StaticWork) -> tuple[Tensor, ...]:
+        over.append(static.cache)
+        return made(work)
+
+    monkeypatch.setattr(StaticWork, "made", spy)
+    static.prepare(1024)
+    prepared = list(over)
+    static.begin(1024, 0)
+    assert len(prepared) >= 2
+    assert all(cache is static.cache is not first for cache in prepared)
+
+
 def test_a_cpu_keeps_to_the_usual_way(make_pair):
     assert make_pair()[0].static is None

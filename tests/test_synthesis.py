@@ -143,7 +143,9 @@ def test_a_turn_that_goes_in_circles_is_ended(repeats):
         assert rest.startswith(circle[: len(rest)])
     else:
         assert rest.startswith(circle[: 16 + 2 * 7 - 1] + "<|im_end|>U:")
-        assert served().tokenizer.decode(shard["tokens"][0][shard["answer"][0]].tolist()).startswith(circle[:29])
+        said = served().tokenizer.decode(shard["tokens"][0][shard["answer"][0]].tolist())
+        assert said.startswith(circle[:29])
+        assert "<|im_end|>" not in said, "the target did not say that"
 
 
 @pytest.mark.parametrize(("share", "whole"), [(0.0, 1.0), (1.0, 0.2)])
@@ -157,6 +159,15 @@ def test_openings_are_cut_after_a_word(share, whole, monkeypatch):
     assert set(seen) == set(ways[3:] if share == 0 else ways)
     assert min(seen.values()) > 55
     assert seen[ways[3]] >= whole * 300
+
+
+def test_without_an_end_token_nothing_can_be_ended():
+    base = served()
+    endless = dataclasses.replace(
+        base, target=LlamaTarget(base.target.model, base.target.taps, frozenset(), base.target.context)
+    )
+    with pytest.raises(UserError, match=r"text\.repeats=3: the target has no end token"):
+        TEXT.makers(endless, {})
 
 
 def test_a_template_that_refuses_a_system_line_is_named_before_any_work():
@@ -245,7 +256,7 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
         monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
 
     free(written / 0.94)
-    corpora.check_disk(served(dtype), short, tmp_path, 2)
+    corpora.check_disk(served(dtype), short, tmp_path, 2, 0)
     free(written / 0.97)
     with pytest.raises(UserError, match=r"the corpus still needs .* are free: lower text\.tokens or move"):
         synthesise(tmp_path / "new", short, dtype)

@@ -144,6 +144,13 @@ def test_training_goes_on_after_another_with_its_last_weights_and_moments(corpus
     assert (again.step, again.curve, again.best) == (0, [], 0.0)
     again.run(tmp_path / "again", lambda done: None)
     assert again.curve[0]["tau"] == first.curve[-1]["tau"]
+    third = Trainer(served().target, corpus, dataclasses.replace(spec, after=str(tmp_path / "again")))
+    with third.averaged():
+        assert third.evaluate().tau == again.curve[-1]["tau"]
+    before = [mean.clone() for mean in third.average or []]
+    third._optimise(next(batches(corpus[1:], spec, torch.Generator().manual_seed(0))))
+    for mean, old, weight in zip(third.average or [], before, third.model.parameters(), strict=True):
+        torch.testing.assert_close(mean, old.lerp(weight.detach(), 0.1), rtol=1e-5, atol=1e-6)  # not begun anew
 
 
 def test_an_average_of_the_weights_is_judged_and_kept_in_their_place(corpus, tmp_path):
@@ -181,13 +188,18 @@ def test_of_answers_only_what_is_held_against_an_answers_token_counts(corpus):
     assert 0 < counts.mean() < 1
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_teachers_of_another_temperature_are_sharper_or_flatter(corpus, temperature):
-    spec = dataclasses.replace(SPEC, teacher_temperature=temperature)
-    raw = next(batches(corpus[:1], spec, torch.Generator().manual_seed(0)))
-    plain, changed = (Trainer(served().target, corpus, each).pupil.batch(raw).teacher for each in (SPEC, spec))
-    powers = plain.double() ** (1 / temperature)
-    torch.testing.assert_close(changed.double(), powers / powers.sum(dim=-1, keepdim=True), rtol=1e-3, atol=1e-6)
+def test_the_loss_is_of_accepted_steps_alone_where_that_is_set(corpus):
+    """A draft that says nothing right has no loss but the first step's."""
+    spec = dataclasses.replace(SPEC, decay=1.0)
+    raw = next(batches(corpus[1:], spec, torch.Generator().manual_seed(0)))
+    made = {}
+    for accepted_only, unroll in ((False, 1), (False, 2), (True, 2)):
+        changed = dataclasses.replace(spec, accepted_only=accepted_only, unroll=unroll)
+        pupil = Trainer(served().target, corpus, changed).pupil
+        pupil.model.d2t += 1000  # beyond what any text holds
+        made[accepted_only, unroll] = float(pupil.loss(raw).detach())
+    assert made[True, 2] == pytest.approx(made[False, 1], rel=1e-6)
+    assert made[False, 2] > 1.5 * made[False, 1]
 
 
 def test_the_best_draft_is_kept_and_training_stops_without_a_better_one(corpus, tmp_path):
@@ -231,7 +243,6 @@ def test_held_out_text_without_an_answer_is_an_error(corpus, tmp_path):
         ({"final_lr": 2.0}, "training.final_lr=2.0: expected a share"),
         ({"betas": (0.9, 1.5)}, "training.betas="),
         ({"average": 1.0}, "training.average=1.0: expected a decay"),
-        ({"teacher_temperature": 0.0}, "training.teacher_temperature=0.0: expected above 0"),
         ({"clip": 0.0}, "training.clip=0.0: expected above 0"),
         ({"weight_decay": -1.0}, "training.weight_decay=-1.0: expected 0"),
         ({"length": 3}, "training.length=3: expected at least training.unroll + 2 = 4"),

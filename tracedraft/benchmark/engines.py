@@ -114,9 +114,11 @@ def generate_static(job: Job, prompts: Iterator[list[int]]) -> Iterator[tuple[li
 
 
 def generate_assisted(job: Job, prompts: Iterator[list[int]]) -> Iterator[tuple[list[int], float]]:
-    """transformers' assisted generation (arXiv 2211.17192) with the draft LM: chains of five, as ours are."""
+    """transformers' assisted generation (arXiv 2211.17192) with the draft LM, in chains of five."""
     if job.draft is None:
         raise UserError("the draft lies in no folder that transformers could read")
+    if "Eagle3" in (job.draft / "config.json").read_text(encoding="utf-8"):
+        raise UserError("transformers assists by a language model only: draft=lm")
     assistant = _load(job, job.draft)
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = CHAIN, "constant"

@@ -68,7 +68,7 @@ class Eagle3Draft(Draft):
 
     def prepare(self, capacity: int) -> None:
         if self.static is not None:
-            self.static.prepare(capacity)
+            self.static.prepare(capacity, lambda: self.begin(capacity, 0))
 
     def begin(self, capacity: int, first: int | None = None) -> None:
         layer = self.model.config.layer

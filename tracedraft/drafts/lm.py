@@ -72,7 +72,7 @@ class LmDraft(Draft):
 
     def prepare(self, capacity: int) -> None:
         if self.static is not None:
-            self.static.prepare(capacity)
+            self.static.prepare(capacity, lambda: self.begin(capacity, 0))
 
     @torch.inference_mode()
     def begin(self, capacity: int, first: int) -> None:

@@ -62,8 +62,9 @@ class StaticRolls:
         self._captured = captured
         self._factors: dict[int, LowRank] = {}  # shared by all work over so many of them
 
-    def prepare(self, capacity: int) -> None:
-        self._kept.prepare(capacity)
+    def prepare(self, capacity: int, begin: Callable[[], object]) -> None:
+        """``begin``: the draft's own, since what it does goes over the cache that it holds."""
+        self._kept.prepare(capacity, begin)
 
     def forget(self) -> None:
         self._kept.forget()

@@ -135,10 +135,14 @@ class Kept(Generic[Work]):
         self._kept: OrderedDict[int, tuple[KVCache, Rope, dict[tuple, Work]]] = OrderedDict()
         self._known: dict[tuple, Callable[[KVCache, Rope], Work]] = {}
 
-    def prepare(self, capacity: int) -> None:
-        """Do over a new cache once what was done over any, so that no capture falls into what is timed."""
+    def prepare(self, capacity: int, begin: Callable[[], object]) -> None:
+        """Do over a new cache once what was done over any, so that no capture falls into what is timed.
+
+        Args:
+            begin: the owner's way to begin a cache of ``capacity`` rows, after which its work goes over that one.
+        """
         if capacity not in self._kept:
-            self.begin(capacity)
+            begin()
             with torch.inference_mode():
                 for key, make in self._known.items():
                     self.of(key, make).made()
@@ -182,7 +186,7 @@ class StaticPasses:
         self._kept: Kept[StaticPass] = Kept(lambda capacity: (model.cache(1, capacity), model.rope(capacity)))
 
     def prepare(self, capacity: int) -> None:
-        self._kept.prepare(capacity)
+        self._kept.prepare(capacity, lambda: self.begin(capacity))
 
     def begin(self, capacity: int) -> tuple[KVCache, Rope]:
         return self._kept.begin(capacity)

@@ -18,10 +18,13 @@ from tracedraft.errors import UserError
 from tracedraft.files import exclusive, remove_scratch, write_atomically
 from tracedraft.target import Served
 from tracedraft.training import corpus, loop
+from tracedraft.training.spec import DRAFT, TrainingSpec
 
 LOCK = ".lock"
 OTHER_CORPUS = "choose another corpus=FOLDER"
-OTHER_OUT = "choose another out=FOLDER; corpus=FOLDER and training.init=FOLDER carry over"
+OTHER_OUT = (
+    "choose another out=FOLDER; corpus=FOLDER carries over, and training.after or training.init goes on from here"
+)
 
 
 def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
@@ -48,7 +51,7 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
     if "training" not in cfg:
         raise UserError(f"draft={cfg.draft.name!r} has no trainer: choose draft=eagle3 or draft=lm")
     text: corpus.TextSpec = build_spec(cfg.text, "text")
-    spec: loop.TrainingSpec = build_spec(cfg.training, "training")
+    spec: TrainingSpec = build_spec(cfg.training, "training")
     if text.length % spec.length:
         raise UserError(f"training.length={spec.length} does not divide text.length={text.length}")
     if spec.init is not None and not Path(spec.init).is_dir():
@@ -68,7 +71,7 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"text.length={text.length}: the target reads at most {served.target.context} tokens")
     makers = text.makers(served, corpus.known_runs(prompts))
     loop.check(spec, served.target, len(makers))
-    loop.check_disk(spec, served.target, folder)
+    reserved = loop.check_disk(spec, served.target, folder)
     made = identity(served, text, prompts)
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
@@ -80,10 +83,11 @@ def train_draft(cfg: DictConfig, folder: Path) -> None:
             keep_settings(Path(cfg.corpus), {**made, "text": source}, OTHER_CORPUS)
             keep_settings(folder, {**made, "training": plain(spec)}, OTHER_OUT)
             console.print(f"text that quotes one of {len(prompts)} benchmark prompts is left out")
-            write_corpus(served, text, makers, Path(cfg.corpus), bar)
-        remove_scratch(folder / loop.DRAFT)
+            apart = folder.stat().st_dev != Path(cfg.corpus).stat().st_dev
+            write_corpus(served, text, makers, Path(cfg.corpus), 0 if apart else reserved, bar)
+        remove_scratch(folder / DRAFT)
         train(served, files, spec, folder, bar)
-    print(f"draft: {folder / loop.DRAFT}")
+    print(f"draft: {folder / DRAFT}")
 
 
 def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[str, Any]:
@@ -99,12 +103,13 @@ def identity(served: Served, text: corpus.TextSpec, prompts: list[str]) -> dict[
 
 
 def write_corpus(
-    served: Served, text: corpus.TextSpec, makers: list[corpus.Maker], folder: Path, bar: Progress
+    served: Served, text: corpus.TextSpec, makers: list[corpus.Maker], folder: Path, reserved: int, bar: Progress
 ) -> None:
+    """``reserved``: bytes of its disk that are needed for other things."""
     shard, began, new = text.batch * text.length, time.monotonic(), 0
     total, have = len(makers) * shard, sum(corpus.shard_file(folder, i).exists() for i in range(len(makers))) * shard
     task = bar.add_task("corpus", total=total, completed=have, note="tokens")
-    for written in corpus.write(served, text, makers, folder):
+    for written in corpus.write(served, text, makers, folder, reserved):
         bar.advance(task, written)
         new += written
         if new % shard == 0 and not bar.console.is_terminal:
@@ -113,7 +118,7 @@ def write_corpus(
             bar.console.print(f"corpus: {have + new}/{total} tokens, {rate:.0f} tokens/s, {left:.0f} min left")
 
 
-def train(served: Served, files: list[Path], spec: loop.TrainingSpec, folder: Path, bar: Progress) -> None:
+def train(served: Served, files: list[Path], spec: TrainingSpec, folder: Path, bar: Progress) -> None:
     trainer = loop.Trainer(served.target, files, spec)
     trainer.resume(folder)
     task = bar.add_task("training", total=trainer.steps, completed=trainer.step, note="")

@@ -88,30 +88,30 @@ def rows_of(path: Path, length: int) -> int:
     return rows * (whole // length)
 
 
-def write(served: Served, spec: TextSpec, makers: list[Maker], folder: Path) -> Iterator[int]:
-    """Write the missing shards, yielding the number of new tokens after each pass.
+def write(served: Served, spec: TextSpec, makers: list[Maker], folder: Path, reserved: int = 0) -> Iterator[int]:
+    """Write the missing shards, yielding the number of new tokens after each pass; ``reserved`` bytes stay free.
 
     Raises:
         UserError: the disk has too little room for what is still to be written.
     """
     missing = [i for i in range(len(makers)) if not shard_file(folder, i).exists()]
-    check_disk(served, spec, folder, len(missing))
+    check_disk(served, spec, folder, len(missing), reserved)
     for index in missing:
         shard = yield from makers[index]()
         file = shard_file(folder, index)
         write_atomically(file, lambda path, shard=shard: save_file(shard, path), "choose another corpus=FOLDER")
 
 
-def check_disk(served: Served, spec: TextSpec, folder: Path, missing: int) -> None:
+def check_disk(served: Served, spec: TextSpec, folder: Path, missing: int, reserved: int) -> None:
     model = served.target.model
     row = (len(served.target.taps) + 1) * model.config.hidden_size * model.norm.weight.element_size() + 10
     needed = missing * spec.batch * spec.length * row
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
+    if needed and needed + reserved > 0.95 * free:
         raise UserError(
-            f"the corpus still needs {needed / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are free: "
-            "lower text.tokens or move it by corpus=FOLDER"
+            f"the corpus still needs {needed / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are free, "
+            f"{reserved / 2**30:.1f} of them for the training: lower text.tokens or move it by corpus=FOLDER"
         )
 
 

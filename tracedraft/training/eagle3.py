@@ -13,9 +13,9 @@ from tracedraft.errors import UserError
 from tracedraft.models import eagle3
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_columns
-from tracedraft.training.loop import Pupil, TrainingSpec
 from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test
 from tracedraft.training.replay import hits
+from tracedraft.training.spec import Pupil, TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Eagle3TrainingSpec(TrainingSpec):
         draft_vocab_size: the most frequent tokens of the corpus.
         fc_norm: norm each tap before ``fc``.
         pass_through: start ``fc`` as a pass-through of the last tap.
-        teacher_temperature: of the distributions that are learnt.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
         accepted_only: of later steps learn those alone that inference comes to; see ``training_time_test``.
     """
@@ -34,7 +33,6 @@ class Eagle3TrainingSpec(TrainingSpec):
     draft_vocab_size: int
     fc_norm: bool
     pass_through: bool
-    teacher_temperature: float
     unroll: int
     decay: float
     accepted_only: bool
@@ -42,8 +40,6 @@ class Eagle3TrainingSpec(TrainingSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("draft_vocab_size", "unroll")
-        if self.teacher_temperature <= 0:
-            raise UserError(f"training.teacher_temperature={self.teacher_temperature}: expected above 0")
         if self.length < self.unroll + 2:
             raise UserError(
                 f"training.length={self.length}: expected at least training.unroll + 2 = {self.unroll + 2}"
@@ -88,7 +84,7 @@ class Eagle3Pupil(Pupil[eagle3.Eagle3]):
         return Batch(
             tokens=raw["tokens"].long(),
             taps=raw["taps"].float(),
-            teacher=teacher_of_hidden(raw["hidden"], self.head, self.spec.teacher_temperature),
+            teacher=teacher_of_hidden(raw["hidden"], self.head),
             in_vocab=self.model.t2d[raw["argmax"].long()],
             counts=counts.float(),
             teachers=raw["counts"],

@@ -14,8 +14,8 @@ from tracedraft.models.architectures import read_decoder_config
 from tracedraft.models.decoder import Decoder, DecoderConfig
 from tracedraft.models.losses import HeadLoss
 from tracedraft.target import LlamaTarget
-from tracedraft.training.loop import Pupil, TrainingSpec
 from tracedraft.training.objective import OBJECTIVES
+from tracedraft.training.spec import Pupil, TrainingSpec
 
 SPREAD = 0.1  # standard deviation of new embeddings: at 0.02 logits stay flat for hundreds of steps
 ROWS = 512  # of logits at a time, where they are only looked at

@@ -8,11 +8,10 @@ import json
 import math
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,127 +21,12 @@ from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_shard, rows_of
-from tracedraft.training.objective import OBJECTIVES
 from tracedraft.training.replay import Tally, replay
+from tracedraft.training.spec import DRAFT, TrainingSpec
 
-CURVE, STATE, DRAFT = "curve.jsonl", "state.pt", "draft"
+CURVE, STATE = "curve.jsonl", "state.pt"
 CHAIN = 5  # depth of the held-out replay: decode=chain's own
 HOPELESS = 10  # steps in a row without a finite gradient
-
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-class Pupil(ABC, Generic[Model]):
-    """A draft while it is trained.
-
-    Attributes:
-        model: all that is trained, in fp32, on the target's device.
-    """
-
-    model: Model
-
-    @abstractmethod
-    def loss(self, raw: dict[str, Tensor]) -> Tensor:
-        """Of rows of the corpus as they are in a shard, on the model's device."""
-
-    @abstractmethod
-    def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
-        """[K, B, T] on the CPU: whether the chain from slot i says token i+2+k at step k; past a row's end, no."""
-
-    @abstractmethod
-    def sayable(self, tokens: Tensor) -> Tensor:
-        """Which of ``tokens`` the draft vocabulary holds."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None: ...
-
-    @abstractmethod
-    def resumed(self) -> None:
-        """The model was given other weights."""
-
-
-@dataclass(frozen=True)
-class TrainingSpec(ABC):
-    """How to train.
-
-    Attributes:
-        init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
-        after: the folder of an earlier training, whose last weights and moments to go on from instead.
-        loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
-        epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
-        answers_only: learn what the target answers, and not what stands between answers.
-        lr, warmup_steps, final_lr: AdamW's, peak of a cosine schedule, and the share of it that it ends at.
-        average: decay a step of a running average of the weights, judged and kept in their place; None: none.
-        evaluate_every: optimiser steps between held-out checks and checkpoints.
-        held_out_tokens: replayed at each check.
-        patience: checks without a better tau before training stops; None: never.
-    """
-
-    init: str | None
-    after: str | None
-    loss: str
-    answers_only: bool
-    epochs: int
-    batch: int
-    length: int
-    lr: float
-    warmup_steps: int
-    final_lr: float
-    average: float | None
-    betas: tuple[float, float]
-    clip: float
-    weight_decay: float
-    evaluate_every: int
-    held_out_tokens: int
-    patience: int | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        counts = ("epochs", "batch", "length", "warmup_steps", "evaluate_every", "held_out_tokens")
-        self._at_least_one(*counts)
-        ranges = {
-            "lr": (self.lr > 0, "above 0"),
-            "final_lr": (0 <= self.final_lr <= 1, "a share from 0 to 1"),
-            "average": (self.average is None or 0 <= self.average < 1, "a decay from 0 to below 1, or null"),
-            "betas": (all(0 <= beta < 1 for beta in self.betas), "two from 0 to below 1"),
-            "clip": (self.clip > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
-            "length": (self.length > 1, "at least 2"),
-        }
-        for key, (fits, what) in ranges.items():
-            if not fits:
-                raise UserError(f"training.{key}={getattr(self, key)}: expected {what}")
-        if self.init is not None and self.after is not None:
-            raise UserError(f"training.after={self.after}: expected null beside training.init={self.init}")
-        if self.loss not in OBJECTIVES:
-            raise UserError(f"training.loss={self.loss}: expected one of {', '.join(OBJECTIVES)}")
-        if self.patience is not None and self.patience < 1:
-            raise UserError(f"training.patience={self.patience}: expected at least 1, or null for no early stop")
-
-    def _at_least_one(self, *keys: str) -> None:
-        for key in keys:
-            if getattr(self, key) < 1:
-                raise UserError(f"training.{key}={getattr(self, key)}: expected at least 1")
-
-    @property
-    def start(self) -> Path | None:
-        """The draft that gives shape and vocabulary."""
-        if self.after is not None:
-            return Path(self.after) / DRAFT
-        return None if self.init is None else Path(self.init)
-
-    @abstractmethod
-    def check(self, target: LlamaTarget) -> None:
-        """Raises UserError for what cannot be trained for this target, before any text is made."""
-
-    @abstractmethod
-    def count(self, target: LlamaTarget) -> int:
-        """How many weights are trained."""
-
-    @abstractmethod
-    def pupil(self, target: LlamaTarget, files: list[Path]) -> Pupil:
-        """A new draft, or the one to go on from, given the shards that it will be trained on."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +84,12 @@ def check(spec: TrainingSpec, target: LlamaTarget, shards: int) -> None:
     spec.check(target)
 
 
-def check_disk(spec: TrainingSpec, target: LlamaTarget, folder: Path) -> None:
-    """Raises UserError when the disk has too little room for the state and for the one that it is replaced by."""
+def check_disk(spec: TrainingSpec, target: LlamaTarget, folder: Path) -> int:
+    """Bytes that training will still need in ``folder``: of its state, and of the one that it is replaced by.
+
+    Raises:
+        UserError: the disk has too little room for that.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = 3 + (spec.average is not None)  # weights, their moments, their average
     missing = 1 if (folder / STATE).exists() else 2
@@ -211,13 +99,14 @@ def check_disk(spec: TrainingSpec, target: LlamaTarget, folder: Path) -> None:
             f"the training's state needs {needed / 2**30:.1f} GiB in {folder}, where {free / 2**30:.1f} GiB are "
             "free: choose another out=FOLDER"
         )
+    return needed
 
 
 KEPT = ("step", "tokens", "seconds", "best", "worse", "curve", "average")
 
 
 class Trainer:
-    """Training state, all of which ``state.pt`` keeps: model, optimiser, position in the schedule, and the curve.
+    """Training state, all of which ``state.pt`` keeps: model, average, optimiser, place in the schedule, and curve.
 
     ``curve.jsonl`` is written from the kept curve, so that no kill between the two loses or doubles a point.
     """
@@ -233,6 +122,7 @@ class Trainer:
             self.model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
         )
         self.average = None if spec.average is None else [p.detach().clone() for p in self.model.parameters()]
+        self.carried = False  # the average was begun by an earlier training
         rows = [rows_of(f, spec.length) for f in self.files]
         self.steps = spec.epochs * sum(math.ceil(n / spec.batch) for n in rows)
         self.step, self.tokens, self.seconds, self.best, self.worse, self.skipped = 0, 0, 0.0, 0.0, 0, 0
@@ -241,13 +131,14 @@ class Trainer:
             self._follow(Path(spec.after))
 
     def _follow(self, folder: Path) -> None:
-        """Take over weights and moments of the training in ``folder``; schedule and curve begin anew."""
+        """Take over weights, average and moments of the training in ``folder``; schedule and curve begin anew."""
         state = torch.load(folder / STATE, weights_only=True, map_location=self.device)
         self.model.load_state_dict(state["model"])
         self.pupil.resumed()
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]["state"]})
         if self.average is not None:
-            self.average = [p.detach().clone() for p in self.model.parameters()]
+            self.carried = state["average"] is not None
+            self.average = state["average"] or [p.detach().clone() for p in self.model.parameters()]
 
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / self.spec.warmup_steps)
@@ -305,22 +196,24 @@ class Trainer:
     @torch.no_grad()
     def _average(self) -> None:
         if self.average is not None and self.spec.average is not None:
-            decay = min(self.spec.average, (1 + self.step) / (10 + self.step))  # of few steps, the last ones
+            begun = 1.0 if self.carried else (1 + self.step) / (10 + self.step)  # of few steps, the last ones
+            decay = min(self.spec.average, begun)
             get_ema_multi_avg_fn(decay)(self.average, tuple(self.model.parameters()), self.step)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model has the average's weights within."""
+        """The model has the average's weights within, where there is one."""
+        if self.average is None:
+            yield
+            return
+        parameters = list(self.model.parameters())
         with torch.no_grad():
-            pairs = list(zip(self.model.parameters(), self.average or (), strict=self.average is not None))
-            own = [parameter.clone() for parameter, _ in pairs]
+            own = [parameter.clone() for parameter in parameters]
             try:
-                for parameter, mean in pairs:
-                    parameter.copy_(mean)
+                put(parameters, self.average)
                 yield
             finally:
-                for (parameter, _), weight in zip(pairs, own, strict=True):
-                    parameter.copy_(weight)
+                put(parameters, own)
 
     @torch.no_grad()
     def evaluate(self) -> HeldOut:
@@ -386,3 +279,8 @@ class Trainer:
             for name in KEPT:
                 setattr(self, name, state[name])
             self._write_curve(folder)
+
+
+def put(parameters: list[nn.Parameter], weights: list[Tensor]) -> None:
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)

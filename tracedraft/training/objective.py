@@ -33,10 +33,9 @@ class Batch:
     teachers: Tensor
 
 
-def teacher_of_hidden(hidden: Tensor, head: Tensor, temperature: float = 1.0) -> Tensor:
+def teacher_of_hidden(hidden: Tensor, head: Tensor) -> Tensor:
     """Teacher probabilities [..., D], at the precision of final hidden states [..., H] and head rows [D, H]."""
-    logits = torch.nn.functional.linear(hidden, head)
-    return (logits if temperature == 1 else logits / temperature).softmax(dim=-1)
+    return torch.nn.functional.linear(hidden, head).softmax(dim=-1)
 
 
 def training_time_test(

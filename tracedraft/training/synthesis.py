@@ -40,7 +40,8 @@ class SynthesisSpec(TextSpec):
         question_temperature, answer_temperature: answers of every second row are greedy.
         plain_share: share of user turns without a given opening; system_share: of rows with a system line.
         cut_share: share of given openings that are cut after some word, for the target to go on from there.
-        repeats: a turn that says the same ``RUN`` tokens so often goes in circles and is ended there; None: never.
+        repeats: a turn that says the same ``RUN`` tokens so often, overlapping ones counted, goes in circles and is
+            ended there; None: never.
     """
 
     tokens: int
@@ -76,7 +77,8 @@ class SynthesisSpec(TextSpec):
         return [partial(self._shard, served, known, index) for index in range(count)]
 
     def _check(self, served: Served) -> None:
-        template_of(served.tokenizer, served.target.eos_ids)
+        if template_of(served.tokenizer, served.target.eos_ids).end < 0 and self.repeats is not None:
+            raise UserError(f"text.repeats={self.repeats}: the target has no end token to end a turn by; give null")
         if self.system_share:
             turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
             try:
@@ -102,7 +104,7 @@ class Template:
         to_answer, to_question: token ids, but for an end token, which is the target's to write.
         ends_questions: whether a user's turn ends by an end token; else the target goes on to the answer by itself.
         answers: the text by which it does.
-        end: the token that ends a turn.
+        end: the token that ends a turn; -1: the target has none.
     """
 
     to_answer: list[int]
@@ -134,7 +136,7 @@ def template_of(tokenizer, ends: frozenset[int]) -> Template:
     to_answer = _encode(tokenizer, opened)
     to_question = _encode(tokenizer, chat.render(tokenizer, turns, False).partition(answer)[2].partition(again)[0])
     skip = [int(ids[:1] != [] and ids[0] in ends) for ids in (to_answer, to_question)]
-    end = to_question[0] if skip[1] else min(ends)
+    end = to_question[0] if skip[1] else min(ends, default=-1)
     return Template(to_answer[skip[0] :], to_question[skip[1] :], bool(skip[0]), opened.strip(), end)
 
 
@@ -178,7 +180,8 @@ class _Writer:
         given = self.rng.choice(self.openings)
         if self.rng.random() < self.spec.cut_share:
             words = list(re.finditer(r"\S+", given))
-            given = given[: words[self.rng.randrange(min(SHORTEST, len(words)), len(words) + 1) - 1].end()]
+            kept = self.rng.randrange(min(SHORTEST, len(words)), len(words) + 1)
+            given = given if kept == len(words) else given[: words[kept - 1].end()]
         return _encode(self.served.tokenizer, given)
 
     def _beginning(self) -> list[int]:
@@ -232,7 +235,7 @@ class _Writer:
         if queue:
             return queue.popleft()
         if self.said[row].add(token) == self.spec.repeats:
-            token = self.template.end
+            token, self.in_answer[row] = self.template.end, False
         if not (self.answering[row] or self.template.ends_questions):
             return self._unended(row, token)
         if token in self.served.target.eos_ids:
