@@ -258,7 +258,7 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
     free(written / 0.94)
     corpora.check_disk(served(dtype), short, tmp_path, 2, 0)
     free(written / 0.97)
-    with pytest.raises(UserError, match=r"the corpus still needs .* are free, .* for the training: lower text\.tokens or move"):
+    with pytest.raises(UserError, match=r"the corpus still needs .* are free, .*: lower text\.tokens or move"):
         synthesise(tmp_path / "new", short, dtype)
     assert corpora.shards(tmp_path / "new") == []
     assert synthesise(tmp_path / "real", short, dtype) == 0  # nothing to write, none needed
