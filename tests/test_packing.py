@@ -12,6 +12,7 @@ from checkpoints import saved, spec
 from conftest import CPU, chain, recompute, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_cases import SPEC
 
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import respond
@@ -20,7 +21,7 @@ from tracedraft.meter import Meter
 from tracedraft.models import eagle3, packing
 from tracedraft.models.packing import PackedLinear, can_pack, pack
 from tracedraft.target import LlamaTarget
-from tracedraft.training.eagle3 import Eagle3TrainingSpec, new_draft
+from tracedraft.training.eagle3 import new_draft
 
 PROMPT = list(b"Name three rivers, and a lake.")
 
@@ -249,12 +250,7 @@ def test_training_meets_no_packed_weights(tmp_path):
     """Neither a new draft nor one to go on from; its head and teacher are the packed target's own weights."""
     target = tiny("bfloat16").target
     plain = unpacked(target).model.lm_head.weight
-    training = Eagle3TrainingSpec(
-        draft_vocab_size=200, fc_norm=True, pass_through=True, init=None, loss="ce", unroll=2, decay=0.8, epochs=1,
-        batch=8, length=64, lr=3e-2, warmup_steps=5, final_lr=0.1, betas=(0.9, 0.95), clip=0.5,
-        weight_decay=0.0, evaluate_every=1000, held_out_tokens=2048, patience=None, seed=0,
-    )  # fmt: skip
-    model = new_draft(target, torch.arange(200), training)
+    model = new_draft(target, torch.arange(200), SPEC)
     assert torch.equal(model.lm_head.weight, plain[:200].float())
     eagle3.save(model, tmp_path / "draft", torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
