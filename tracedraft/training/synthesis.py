@@ -63,7 +63,6 @@ class SynthesisSpec(TextSpec):
         for key in ("plain_share", "system_share", "cut_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UserError(f"text.{key}={getattr(self, key)}: expected a share from 0 to 1")
-
         if self.repeats is not None and self.repeats < 2:
             raise UserError(f"text.repeats={self.repeats}: expected at least 2, or null to let turns go in circles")
 
