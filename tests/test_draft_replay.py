@@ -9,7 +9,7 @@ from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.decode import ChainSpec, respond
 from tracedraft.drafts.eagle3 import Eagle3Draft
 from tracedraft.models import eagle3
-from tracedraft.models.losses import HeadLoss
+from tracedraft.models.losses import head_loss, slopes
 from tracedraft.training.objective import OBJECTIVES
 from tracedraft.training.replay import Tally, hits, replay, spans
 
@@ -75,13 +75,15 @@ def test_head_loss_and_its_gradients_are_autograds():
         expected = (counts * plain_loss(name, a @ w.T, teacher)).sum()
         expected.backward()
         b, v = x.clone().requires_grad_(True), weight.clone().requires_grad_(True)
-        loss, shares = HeadLoss.apply(b, v, teacher, counts, objective)
+        loss = head_loss(b, v, teacher, counts, objective)
         (2 * loss).backward()
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
         torch.testing.assert_close(b.grad, 2 * a.grad, rtol=1e-4, atol=1e-9)
         torch.testing.assert_close(v.grad, 2 * w.grad, rtol=1e-4, atol=1e-8)
         each = counts * plain_loss(name, x @ weight.T, teacher)
-        torch.testing.assert_close(shares, each, rtol=1e-5, atol=1e-9, check_dtype=False)
+        found = slopes(x, weight, teacher, counts, objective, choose=True)
+        torch.testing.assert_close(found.shares, each, rtol=1e-5, atol=1e-9, check_dtype=False)
+        assert torch.equal(found.choices, (x @ weight.T).argmax(dim=1))
 
 
 def test_lk_loss_is_least_where_draft_and_target_agree():

@@ -111,7 +111,8 @@ def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
 
 
 def test_later_steps_may_count_only_where_the_chain_before_them_is_accepted(golden_model, golden_target):
-    """Against each slot's loss by definition, and the replay's hits; a draft that is right more often than not."""
+    """Against each slot's loss by definition, its gradient by autograd, and the replay's hits; a draft that is right
+    more often than not."""
     model, golden = golden_model("eagle3_e2e"), golden_json("eagle3_e2e")["training_metrics"]
     taps, _, logits = recompute(golden_target, golden["input_ids"])
     teacher, in_vocab = teacher_of(logits, model)
@@ -120,22 +121,44 @@ def test_later_steps_may_count_only_where_the_chain_before_them_is_accepted(gold
     batch = Batch(tokens, taps[None], teacher[None], in_vocab[None], mask[None], everywhere)
     embedding, steps = golden_target.model.embed_tokens.weight, 4
     right = hits(model, embedding, tokens, taps[None], steps)[:, 0].int().cumprod(dim=0)
-    expected, total, counted = [], 0.0, []
+    expected, counted = [], []
     for k, features in enumerate(chain(model, embedding, tokens, taps[None], every_slot(tokens, steps))):
         q = model.lm_head(model.norm(features[0])).log_softmax(dim=1)
         n = len(q)
-        each = -(teacher[1 + k : 1 + k + n] * q.detach()).sum(dim=1) * mask[k : k + n] * in_vocab[1 + k : 1 + k + n]
+        each = -(teacher[1 + k : 1 + k + n] * q).sum(dim=1) * mask[k : k + n] * in_vocab[1 + k : 1 + k + n]
         met = right[k - 1, :n].float() if k else torch.ones(n)
-        expected.append(float((each * met).sum() / len(mask)))
-        total += 0.9**k * expected[-1]
+        expected.append((each * met).sum() / len(mask))
         counted.append(float(met.mean()))
+    total = torch.stack([0.9**k * loss for k, loss in enumerate(expected)]).sum()
+    slopes = torch.autograd.grad(total, list(model.parameters()))
     found, losses = training_time_test(model, embedding, batch, steps, 0.9, accepted_only=True)
-    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4)
-    assert found.item() == pytest.approx(total, rel=1e-4)
+    assert [loss.item() for loss in losses] == pytest.approx([loss.item() for loss in expected], rel=1e-4)
+    assert found.item() == pytest.approx(total.item(), rel=1e-4)
+    for got, slope in zip(torch.autograd.grad(found, list(model.parameters())), slopes, strict=True):
+        assert (got - slope).norm() < 1e-3 * slope.norm()
     assert 1 == counted[0] > counted[1] > counted[3] > 0.1
     everything = training_time_test(model, embedding, batch, steps, 0.9)[1]
     assert losses[0].item() == pytest.approx(everything[0].item(), rel=1e-6)
     assert losses[1] < everything[1]
+
+
+def test_rows_of_a_batch_go_on_on_their_own(golden_model, golden_target):
+    """Slots where one row's chain is accepted and the other's is not; the loss is the rows' mean."""
+    model, ids = golden_model("eagle3_e2e"), golden_json("eagle3_e2e")["training_metrics"]["input_ids"]
+    embedding, alone = golden_target.model.embed_tokens.weight, []
+    for tokens in (ids, ids[5:] + ids[:5]):
+        taps, _, logits = recompute(golden_target, tokens)
+        teacher, in_vocab = teacher_of(logits, model)
+        whole = torch.ones(1, len(tokens))
+        alone.append(
+            Batch(torch.tensor(tokens)[None], taps[None], teacher[None], in_vocab[None], whole, whole.bool())
+        )
+    names = [field.name for field in dataclasses.fields(Batch)]
+    both = Batch(*(torch.cat([getattr(batch, name) for batch in alone]) for name in names))
+    each = [training_time_test(model, embedding, batch, 4, 0.9, accepted_only=True)[1] for batch in (both, *alone)]
+    together, first, second = (torch.stack(losses) for losses in each)
+    torch.testing.assert_close(together, (first + second) / 2, rtol=1e-5, atol=0)
+    assert (first[1:] != second[1:]).all()
 
 
 def test_teacher_from_hidden_states_is_the_teacher_from_logits(golden_model, golden_target):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tracedraft.drafts.student import NetworkStudent
 from tracedraft.interfaces import Objective
 from tracedraft.models.eagle3 import Eagle3
-from tracedraft.models.losses import HeadLoss, products_at
+from tracedraft.models.losses import head_loss, products_at
 from tracedraft.models.unroll import chain
 from tracedraft.types import Lesson, Predictions
 
@@ -43,7 +43,7 @@ class Eagle3Student(NetworkStudent[Eagle3]):
                 features = outputs[0, torch.searchsorted(slots[k], asked.slots[mine])]
                 teacher = asked.teacher[asked.rows[mine]]
                 head = self.model.lm_head.weight
-                part = HeadLoss.apply(self.model.norm(features), head, teacher, asked.weights[mine], objective)[0]
+                part = head_loss(self.model.norm(features), head, teacher, asked.weights[mine], objective)
                 total = total + part
         return total
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tracedraft.drafts.student import NetworkStudent
 from tracedraft.interfaces import Objective
 from tracedraft.models.decoder import Decoder
-from tracedraft.models.losses import HeadLoss, products_at
+from tracedraft.models.losses import head_loss, products_at
 from tracedraft.types import Lesson, Predictions
 
 
@@ -33,7 +33,7 @@ class LmStudent(NetworkStudent[Decoder]):
         with products_at(self.served, self.vocab.device):
             features = self.model.norm(self.model.whole(tokens)[0, at])
             teacher = asked.teacher[asked.rows]
-            return HeadLoss.apply(features, self.model.lm_head.weight, teacher, asked.weights, objective)[0]
+            return head_loss(features, self.model.lm_head.weight, teacher, asked.weights, objective)
 
     def next_logits(self, lesson: Lesson, slot: int, tokens: Tensor) -> Tensor:
         return self.model.lm_head(self.model.norm(self.model.whole(tokens[None])[0, -1]))

@@ -7,6 +7,7 @@ respect to the logits [n, D]. With q = softmax(logits) and p the teacher.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ TINY = 1e-30  # below any probability whose logarithm matters
 def cross_entropy(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """-Σ p log q: KL(p ‖ q) but for the teacher's entropy, which no draft can change."""
     shifted = logits - logits.amax(dim=1, keepdim=True)  # each pass over tens of thousands of tokens counts
-    said = torch.linalg.vecdot(teacher, shifted)
+    said = torch.bmm(teacher[:, None], shifted[:, :, None])[:, 0, 0]  # vecdot writes their product down on a CPU
     unnormalised = shifted.exp_()
     mass = unnormalised.sum(dim=1, keepdim=True)
-    return mass[:, 0].log() - said, (unnormalised / mass).sub_(teacher)
+    return mass[:, 0].log() - said, unnormalised.div_(mass).sub_(teacher)
 
 
 def forward_kl(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,47 +60,80 @@ def acceptance(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     return -accepted[:, 0].log(), (q * kept.sum(dim=1, keepdim=True) - kept) / accepted
 
 
-class HeadLoss(torch.autograd.Function):
-    """Σ counts · objective(x Wᵀ, teacher), its gradient made on the way so that no [n, D] tensor in fp32 is kept.
+@dataclass(frozen=True)
+class Slopes:
+    """What a head's rows say, and the objective's slope there.
 
-    The products run at autocast's precision where it is on. A second output, without gradient: each row's share [n].
-    ``of`` [n], where several rows have one teacher: which of its rows belongs to each.
+    Attributes:
+        shares: [n] fp32, each row's weighted loss.
+        slope: [n, D] derivative of their sum with respect to the logits, at the products' precision.
+        choices: [n] likeliest token of each row; None where it was not asked for.
+    """
+
+    shares: Tensor
+    slope: Tensor
+    choices: Tensor | None = None
+
+
+@torch.no_grad()
+def slopes(
+    x: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    counts: Tensor,
+    objective: Objective,
+    of: Tensor | None = None,
+    choose: bool = False,
+) -> Slopes:
+    """``objective`` of the logits x Wᵀ, a few rows at a time so that no [n, D] tensor in fp32 is kept.
+
+    The products run at autocast's precision where it is on.
+
+    Args:
+        x: [n, H]. weight: [D, H]. teacher: [n, D]. counts: [n] weights.
+        of: [n], where several rows have one teacher: which of ``teacher``'s rows is each one's.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    with torch.autocast(kind, enabled=False):
+        x, weight = x.to(dtype), weight.to(dtype)
+        slope = x.new_empty(len(x), len(weight))
+        losses, choices = [], []
+        rows = max(1, min(ROWS, CELLS // len(weight)))
+        taught = teacher if of is None else of
+        for some, share, own, into in zip(*(each.split(rows) for each in (x, counts, taught, slope)), strict=True):
+            logits = (some @ weight.T).float()
+            if choose:
+                choices.append(logits.max(dim=1).indices)  # argmax itself is twice as slow on a CPU
+            loss, steep = objective(logits, (own if of is None else teacher[own]).float())
+            losses.append(share * loss)
+            into.copy_(steep.mul_(share[:, None]))
+    return Slopes(torch.cat(losses), slope, torch.cat(choices) if choose else None)
+
+
+class AlongSlopes(torch.autograd.Function):
+    """The sum of losses [n] whose slope [n, D] with respect to the logits x Wᵀ is known.
+
+    Both products are made on the way, so that the slope is not kept.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        teacher: Tensor,
-        counts: Tensor,
-        objective: Objective,
-        of: Tensor | None = None,
-    ):
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    def forward(ctx, x: Tensor, weight: Tensor, slope: Tensor, shares: Tensor):
         ctx.dtypes = x.dtype, weight.dtype
-        with torch.autocast(kind, enabled=False):
-            x, weight = x.to(dtype), weight.to(dtype)
-            gradient = x.new_empty(len(x), len(weight))
-            losses = []
-            rows = max(1, min(ROWS, CELLS // len(weight)))
-            taught = teacher if of is None else of
-            for some, share, own, into in zip(
-                *(each.split(rows) for each in (x, counts, taught, gradient)), strict=True
-            ):
-                loss, slope = objective((some @ weight.T).float(), (own if of is None else teacher[own]).float())
-                losses.append(share * loss)
-                into.copy_(slope.mul_(share[:, None]))
-            ctx.save_for_backward(gradient @ weight, gradient.T @ x)
-        shares = torch.cat(losses)
-        ctx.mark_non_differentiable(shares)
-        return shares.sum(), shares
+        with torch.autocast(x.device.type, enabled=False):
+            ctx.save_for_backward(slope @ weight.to(slope.dtype), slope.T @ x.to(slope.dtype))
+        return shares.sum()
 
     @staticmethod
-    def backward(ctx, scale: Tensor, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, scale: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         of_x, of_weight = (g.to(kind).mul_(scale) for g, kind in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return of_x, of_weight, None, None, None, None
+        return of_x, of_weight, None, None
+
+
+def head_loss(x: Tensor, weight: Tensor, teacher: Tensor, counts: Tensor, objective: Objective) -> Tensor:
+    """Σ counts · objective(x Wᵀ, teacher), with gradient; arguments as of :func:`slopes`."""
+    found = slopes(x, weight, teacher, counts, objective)
+    return AlongSlopes.apply(x, weight, found.slope, found.shares)
 
 
 def products_at(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[object]:

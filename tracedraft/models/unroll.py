@@ -51,11 +51,12 @@ def chain(
     Args:
         embedding: [V, H] the target's token embeddings, frozen.
         tokens: [B, T] int64; taps: [B, ≥T-1, taps*H], those of the last token unused.
-        slots: [n_k] int64 of each step, ascending, each step's among those of the step before.
+        slots: [n_k] int64 of each step, ascending, each step's among those of the step before. A step's may be put
+            there when the outputs of the step before are known.
     """
-    layer, steps, device = model.midlayer, len(slots), embedding.device
+    layer, device = model.midlayer, embedding.device
     reach = int(slots[0][-1]) + 1  # slots that any step sees
-    rope = rope_table(model.config.layer, reach + steps, device, torch.float32)
+    rope = rope_table(model.config.layer, tokens.shape[1], device, torch.float32)
     fused = model.fuse(taps[:, :reach])
     features, within = fused[:, slots[0]], torch.arange(reach, device=device)
     keys, values = [], []

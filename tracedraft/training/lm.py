@@ -12,7 +12,7 @@ from tracedraft.errors import UserError
 from tracedraft.models import weights
 from tracedraft.models.architectures import read_decoder_config
 from tracedraft.models.decoder import Decoder, DecoderConfig
-from tracedraft.models.losses import HeadLoss
+from tracedraft.models.losses import head_loss
 from tracedraft.target import LlamaTarget
 from tracedraft.training.objective import OBJECTIVES
 from tracedraft.training.spec import Pupil, TrainingSpec
@@ -79,7 +79,7 @@ class LmPupil(Pupil[Decoder]):
         with torch.no_grad():
             teacher = self.target.model.lm_head(raw["hidden"][:, 1:][counted]).softmax(dim=-1)
         weights = torch.full((len(features),), 1 / raw["tokens"].numel(), device=features.device)
-        return HeadLoss.apply(features, self.model.lm_head.weight, teacher, weights, OBJECTIVES[self.spec.loss])[0]
+        return head_loss(features, self.model.lm_head.weight, teacher, weights, OBJECTIVES[self.spec.loss])
 
     def hits(self, raw: dict[str, Tensor], depths: int) -> Tensor:
         """Step k from slot i is the prediction of slot i + k, since the text before it is the same."""

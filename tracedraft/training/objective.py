@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tracedraft.interfaces import Objective
 from tracedraft.models.eagle3 import Eagle3
-from tracedraft.models.losses import ROWS, HeadLoss, acceptance, cross_entropy
+from tracedraft.models.losses import AlongSlopes, acceptance, cross_entropy, slopes
 from tracedraft.models.unroll import chain, every_slot
+
+SHAPES = 64  # slots that go on are made a multiple of this many
 
 
 @dataclass(frozen=True)
@@ -51,41 +53,44 @@ def training_time_test(
     choice the draft can say; averages over all B*T.
 
     ``accepted_only``: step k counts where the steps before it said the tokens that follow, as inference only comes
-    there then.
+    there then; slots that stand in no row are not gone on with.
 
-    The head takes all steps at once: of its gradient, as large as the vocabulary, one is made and not one a step.
+    The head's gradient, as large as the vocabulary, is made of all steps at once.
     """
-    outputs, teachers, weights, whole = [], [], [], batch.tokens.numel()
-    slots = every_slot(batch.tokens, steps)
+    head, teacher = model.lm_head.weight, batch.teacher.flatten(0, 1)
+    slots = every_slot(batch.tokens, 1 if accepted_only else steps)
     stands = torch.ones_like(batch.tokens, dtype=torch.bool)
+    outputs, found = [], []
     for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, slots)):
-        n = features.shape[1]
+        at, stands = slots[k], stands[:, : len(slots[k])]
         # of both: the position whose prediction counts, and the one that the teacher was taken at
-        both = batch.counts[:, k : k + n] * batch.teachers[:, 1 + k :] * batch.in_vocab[:, 1 + k :]
-        row, slot = (both * stands[:, :n]).nonzero(as_tuple=True)
-        outputs.append(model.norm(features[row, slot]))
-        teachers.append(row * batch.tokens.shape[1] + slot + 1 + k)
-        weights.append(decay**k * both[row, slot] / whole)
+        both = batch.counts[:, at + k] * (batch.teachers & batch.in_vocab)[:, at + 1 + k]
+        row, column = (stands if accepted_only else both).nonzero(as_tuple=True)
+        own, weights = row * batch.tokens.shape[1] + at[column] + 1 + k, both[row, column] / batch.tokens.numel()
+        outputs.append(model.norm(features[row, column]))
+        found.append(slopes(outputs[k], head, teacher, decay**k * weights, OBJECTIVES[objective], own, accepted_only))
         if accepted_only and k + 1 < steps:
-            stands = said_next(model, features, stands[:, :n], batch.tokens[:, 2 + k :])
-    total, shares = HeadLoss.apply(
-        torch.cat(outputs), model.lm_head.weight, batch.teacher.flatten(0, 1), torch.cat(weights),
-        OBJECTIVES[objective], torch.cat(teachers),
-    )  # fmt: skip
-    each = shares.split([len(mask) for mask in weights])
-    return total, [share.sum() / decay**k for k, share in enumerate(each)]
+            said = torch.zeros_like(stands)
+            said[row, column] = said_next(model.vocab[found[k].choices], batch.tokens, row, at[column] + 2 + k)
+            going_on = rounded(2 * said.any(dim=0) + (at + 2 + k < batch.tokens.shape[1]))
+            slots.append(at[going_on])
+            stands = said[:, going_on]
+    losses = torch.cat([each.shares for each in found])
+    total = AlongSlopes.apply(torch.cat(outputs), head, torch.cat([each.slope for each in found]), losses)
+    return total, [each.shares.sum() / decay**k for k, each in enumerate(found)]
 
 
-@torch.no_grad()
-def said_next(model: Eagle3, features: Tensor, stands: Tensor, tokens: Tensor) -> Tensor:
-    """[B, n] which of the slots that stand say their next token, given features [B, n, H] and tokens [B, n-1]; the
-    last slot of a row has none."""
-    row, slot = stands[:, :-1].nonzero(as_tuple=True)
-    said = torch.zeros_like(stands)
-    for rows, at in zip(row.split(ROWS), slot.split(ROWS), strict=True):
-        best = model.lm_head(model.norm(features[rows, at])).max(dim=-1).indices  # argmax itself is twice as slow
-        said[rows, at] = model.vocab[best] == tokens[rows, at]
-    return said
+def said_next(said: Tensor, tokens: Tensor, row: Tensor, following: Tensor) -> Tensor:
+    """[n] whether ``said`` [n] is the token at [row, following] of tokens [B, T]; past the end, no."""
+    last = tokens.shape[1] - 1
+    return (following <= last) & (said == tokens[row, following.clamp_max(last)])
+
+
+def rounded(rank: Tensor) -> Tensor:
+    """Ascending indices of rank [n] above 1, and of some of rank 1 to make them a multiple of ``SHAPES``."""
+    wanted = int((rank > 1).sum())
+    count = min(wanted + -wanted % SHAPES, int((rank > 0).sum()))
+    return rank.topk(count).indices.sort().values
 
 
 OBJECTIVES: dict[str, Objective] = {"ce": cross_entropy, "lk": acceptance}
