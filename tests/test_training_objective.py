@@ -10,6 +10,7 @@ from conftest import golden_folder, golden_json, golden_tensors, recompute
 
 from tracedraft.models import eagle3
 from tracedraft.models.unroll import chain, every_slot
+from tracedraft.training import objective as training_objective
 from tracedraft.training.objective import (
     Batch,
     teacher_of_hidden,
@@ -110,6 +111,14 @@ def test_golden_accuracy_of_a_trained_draft(golden_model, golden_target):
     assert min(accuracy) > 0.5
 
 
+@pytest.fixture(params=[1, 8, 64])
+def rounding(request, monkeypatch) -> int:
+    """Numbers of slots that go on, from exactly the accepted ones to all that a row has."""
+    monkeypatch.setattr(training_objective, "ROUNDED", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("rounding")
 def test_later_steps_may_count_only_where_the_chain_before_them_is_accepted(golden_model, golden_target):
     """Against each slot's loss by definition, its gradient by autograd, and the replay's hits; a draft that is right
     more often than not."""
@@ -142,23 +151,40 @@ def test_later_steps_may_count_only_where_the_chain_before_them_is_accepted(gold
     assert losses[1] < everything[1]
 
 
+@pytest.mark.usefixtures("rounding")
 def test_rows_of_a_batch_go_on_on_their_own(golden_model, golden_target):
-    """Slots where one row's chain is accepted and the other's is not; the loss is the rows' mean."""
+    """Slots where one row's chain is accepted and the other's is not; loss and gradient are the rows' means."""
     model, ids = golden_model("eagle3_e2e"), golden_json("eagle3_e2e")["training_metrics"]["input_ids"]
-    embedding, alone = golden_target.model.embed_tokens.weight, []
+    embedding, alone, met = golden_target.model.embed_tokens.weight, [], []
     for tokens in (ids, ids[5:] + ids[:5]):
         taps, _, logits = recompute(golden_target, tokens)
         teacher, in_vocab = teacher_of(logits, model)
-        whole = torch.ones(1, len(tokens))
-        alone.append(
-            Batch(torch.tensor(tokens)[None], taps[None], teacher[None], in_vocab[None], whole, whole.bool())
-        )
+        row, whole = torch.tensor(tokens)[None], torch.ones(1, len(tokens))
+        alone.append(Batch(row, taps[None], teacher[None], in_vocab[None], whole, whole.bool()))
+        met.append(hits(model, embedding, row, taps[None], 1))
+    assert (met[0] ^ met[1]).any()
     names = [field.name for field in dataclasses.fields(Batch)]
     both = Batch(*(torch.cat([getattr(batch, name) for batch in alone]) for name in names))
-    each = [training_time_test(model, embedding, batch, 4, 0.9, accepted_only=True)[1] for batch in (both, *alone)]
-    together, first, second = (torch.stack(losses) for losses in each)
-    torch.testing.assert_close(together, (first + second) / 2, rtol=1e-5, atol=0)
-    assert (first[1:] != second[1:]).all()
+    losses, gradients = [], []
+    for batch in (both, *alone):
+        total, each = training_time_test(model, embedding, batch, 4, 0.9, accepted_only=True)
+        losses.append(torch.stack(each))
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]))
+    torch.testing.assert_close(losses[0], (losses[1] + losses[2]) / 2, rtol=1e-5, atol=0)
+    mean = (gradients[1] + gradients[2]) / 2
+    assert (gradients[0] - mean).norm() < 1e-4 * mean.norm()
+
+
+def test_slots_that_go_on_are_a_round_number(rounding):
+    wanted = torch.zeros(200, dtype=torch.bool)
+    wanted[[3, 50, 51, 120, 198]] = True
+    legal = torch.arange(200) < 199
+    kept = training_objective.rounded(wanted, legal)
+    assert kept.tolist() == sorted(set(kept.tolist()))
+    assert set(kept.tolist()) >= {3, 50, 51, 120, 198}
+    assert len(kept) == {1: 5, 8: 8, 64: 64}[rounding]
+    assert training_objective.rounded(legal, legal).tolist() == list(range(199))
+    assert training_objective.rounded(wanted & ~wanted, legal).tolist() == []
 
 
 def test_teacher_from_hidden_states_is_the_teacher_from_logits(golden_model, golden_target):

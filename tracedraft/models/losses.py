@@ -21,7 +21,7 @@ TINY = 1e-30  # below any probability whose logarithm matters
 def cross_entropy(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """-Σ p log q: KL(p ‖ q) but for the teacher's entropy, which no draft can change."""
     shifted = logits - logits.amax(dim=1, keepdim=True)  # each pass over tens of thousands of tokens counts
-    said = torch.bmm(teacher[:, None], shifted[:, :, None])[:, 0, 0]  # vecdot writes their product down on a CPU
+    said = torch.linalg.vecdot(teacher, shifted)
     unnormalised = shifted.exp_()
     mass = unnormalised.sum(dim=1, keepdim=True)
     return mass[:, 0].log() - said, unnormalised.div_(mass).sub_(teacher)
@@ -62,17 +62,17 @@ def acceptance(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Slopes:
-    """What a head's rows say, and the objective's slope there.
+    """An objective at n rows of a head of D tokens.
 
     Attributes:
-        shares: [n] fp32, each row's weighted loss.
+        shares: [n] each row's weighted loss.
         slope: [n, D] derivative of their sum with respect to the logits, at the products' precision.
-        choices: [n] likeliest token of each row; None where it was not asked for.
+        choices: [n] int64 in [0, D), each row's likeliest token; None where it was not asked for.
     """
 
     shares: Tensor
     slope: Tensor
-    choices: Tensor | None = None
+    choices: Tensor | None
 
 
 @torch.no_grad()
@@ -85,16 +85,16 @@ def slopes(
     of: Tensor | None = None,
     choose: bool = False,
 ) -> Slopes:
-    """``objective`` of the logits x Wᵀ, a few rows at a time so that no [n, D] tensor in fp32 is kept.
-
-    The products run at autocast's precision where it is on.
+    """The weighted ``objective`` of the logits x Wᵀ and its slope, a few rows at a time so that no [n, D] tensor in
+    fp32 is kept; the products run at :func:`product_dtype`.
 
     Args:
-        x: [n, H]. weight: [D, H]. teacher: [n, D]. counts: [n] weights.
-        of: [n], where several rows have one teacher: which of ``teacher``'s rows is each one's.
+        x: [n, H]. weight: [D, H]. counts: [n] weights.
+        teacher: [n, D], or [m, D] with ``of``.
+        of: [n], where several rows have one teacher: which of the m is each one's.
+        choose: give each row's likeliest token too.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype, kind = product_dtype(x), x.device.type
     with torch.autocast(kind, enabled=False):
         x, weight = x.to(dtype), weight.to(dtype)
         slope = x.new_empty(len(x), len(weight))
@@ -109,6 +109,12 @@ def slopes(
             losses.append(share * loss)
             into.copy_(steep.mul_(share[:, None]))
     return Slopes(torch.cat(losses), slope, torch.cat(choices) if choose else None)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's precision where it is on, else that of ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class AlongSlopes(torch.autograd.Function):

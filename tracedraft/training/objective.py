@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tracedraft.interfaces import Objective
 from tracedraft.models.eagle3 import Eagle3
-from tracedraft.models.losses import AlongSlopes, acceptance, cross_entropy, slopes
+from tracedraft.models.losses import AlongSlopes, acceptance, cross_entropy, product_dtype, slopes
 from tracedraft.models.unroll import chain, every_slot
 
-SHAPES = 64  # slots that go on are made a multiple of this many
+ROUNDED = 64  # slots that go on are a multiple of this many: products of every new shape are compiled anew on a CPU
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,33 @@ def training_time_test(
     choice the draft can say; averages over all B*T.
 
     ``accepted_only``: step k counts where the steps before it said the tokens that follow, as inference only comes
-    there then; slots that stand in no row are not gone on with.
+    there then. Slots that stand in no row are not gone on with, but for some that make their number a round one.
 
     The head's gradient, as large as the vocabulary, is made of all steps at once.
     """
-    head, teacher = model.lm_head.weight, batch.teacher.flatten(0, 1)
+    head, teacher, known = model.lm_head.weight, batch.teacher.flatten(0, 1), batch.teachers & batch.in_vocab
+    low = head.detach().to(product_dtype(head))  # once, and not at each step
     slots = every_slot(batch.tokens, 1 if accepted_only else steps)
-    stands = torch.ones_like(batch.tokens, dtype=torch.bool)
-    outputs, found = [], []
+    stands = torch.ones_like(batch.tokens[:, 1:], dtype=torch.bool)
+    outputs, slope, shares = [], [], []
     for k, features in enumerate(chain(model, embedding, batch.tokens, batch.taps, slots)):
-        at, stands = slots[k], stands[:, : len(slots[k])]
+        at, more = slots[k], accepted_only and k + 1 < steps
         # of both: the position whose prediction counts, and the one that the teacher was taken at
-        both = batch.counts[:, at + k] * (batch.teachers & batch.in_vocab)[:, at + 1 + k]
-        row, column = (stands if accepted_only else both).nonzero(as_tuple=True)
+        both = stands[:, : len(at)] * batch.counts[:, at + k] * known[:, at + 1 + k]
+        row, column = (stands if more else both).nonzero(as_tuple=True)
         own, weights = row * batch.tokens.shape[1] + at[column] + 1 + k, both[row, column] / batch.tokens.numel()
         outputs.append(model.norm(features[row, column]))
-        found.append(slopes(outputs[k], head, teacher, decay**k * weights, OBJECTIVES[objective], own, accepted_only))
-        if accepted_only and k + 1 < steps:
+        found = slopes(outputs[k], low, teacher, decay**k * weights, OBJECTIVES[objective], own, more)
+        slope.append(found.slope)
+        shares.append(found.shares)
+        if found.choices is not None:
             said = torch.zeros_like(stands)
-            said[row, column] = said_next(model.vocab[found[k].choices], batch.tokens, row, at[column] + 2 + k)
-            going_on = rounded(2 * said.any(dim=0) + (at + 2 + k < batch.tokens.shape[1]))
+            said[row, column] = said_next(model.vocab[found.choices], batch.tokens, row, at[column] + 2 + k)
+            going_on = rounded(said.any(dim=0), at + 2 + k < batch.tokens.shape[1])
             slots.append(at[going_on])
             stands = said[:, going_on]
-    losses = torch.cat([each.shares for each in found])
-    total = AlongSlopes.apply(torch.cat(outputs), head, torch.cat([each.slope for each in found]), losses)
-    return total, [each.shares.sum() / decay**k for k, each in enumerate(found)]
+    total = AlongSlopes.apply(torch.cat(outputs), head, torch.cat(slope), torch.cat(shares))
+    return total, [share.sum() / decay**k for k, share in enumerate(shares)]
 
 
 def said_next(said: Tensor, tokens: Tensor, row: Tensor, following: Tensor) -> Tensor:
@@ -86,11 +88,12 @@ def said_next(said: Tensor, tokens: Tensor, row: Tensor, following: Tensor) -> T
     return (following <= last) & (said == tokens[row, following.clamp_max(last)])
 
 
-def rounded(rank: Tensor) -> Tensor:
-    """Ascending indices of rank [n] above 1, and of some of rank 1 to make them a multiple of ``SHAPES``."""
-    wanted = int((rank > 1).sum())
-    count = min(wanted + -wanted % SHAPES, int((rank > 0).sum()))
-    return rank.topk(count).indices.sort().values
+def rounded(wanted: Tensor, legal: Tensor) -> Tensor:
+    """Ascending indices where ``wanted`` [n], and where ``legal`` [n] besides to make them a multiple of ``ROUNDED``;
+    all of them if there are too few."""
+    some, most = torch.stack((wanted.sum(), legal.sum())).tolist()
+    count = min(some + -some % ROUNDED, most)
+    return (wanted.int() + legal.int()).topk(count).indices.sort().values
 
 
 OBJECTIVES: dict[str, Objective] = {"ce": cross_entropy, "lk": acceptance}
