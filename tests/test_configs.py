@@ -291,7 +291,7 @@ def test_identity_ignores_what_cannot(override):
     [
         "seed=0",
         "adapter=persistent",
-        "adapter.lr=0.03",
+        "adapter.lr=0.02",
         "adapter.scope=stream",
         "adapter.at_rounds=[]",
         "decode.temperature=0",

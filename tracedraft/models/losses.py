@@ -24,7 +24,7 @@ def cross_entropy(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     said = torch.linalg.vecdot(teacher, shifted)
     unnormalised = shifted.exp_()
     mass = unnormalised.sum(dim=1, keepdim=True)
-    return mass[:, 0].log() - said, unnormalised.div_(mass).sub_(teacher)
+    return mass[:, 0].log() - said, (unnormalised / mass).sub_(teacher)
 
 
 def forward_kl(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
