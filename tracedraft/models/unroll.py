@@ -51,8 +51,8 @@ def chain(
     Args:
         embedding: [V, H] the target's token embeddings, frozen.
         tokens: [B, T] int64; taps: [B, ≥T-1, taps*H], those of the last token unused.
-        slots: [n_k] int64 of each step, ascending, each step's among those of the step before. A step's may be put
-            there when the outputs of the step before are known.
+        slots: [n_k] int64 of each step, ascending, each step's among those of the step before. In a list, a
+            step's may be put there once the outputs of the step before are known.
     """
     layer, device = model.midlayer, embedding.device
     reach = int(slots[0][-1]) + 1  # slots that any step sees
