@@ -288,6 +288,38 @@ def test_training_goes_on_from_a_draft(corpus, tmp_path):
         Trainer(served().target, corpus, spec)
 
 
+def test_a_draft_is_widened_without_changing_what_it_says_and_learns_on(corpus, tmp_path):
+    train(corpus, tmp_path, epochs=4)
+    start = tmp_path / "draft"
+    old = eagle3.load(start, torch.float32, "cpu")
+    inner = old.config.layer.intermediate_size
+    spec = dataclasses.replace(SPEC, init=str(start), intermediate_size=inner + 24)
+    trainer = Trainer(served().target, corpus, spec)
+    assert spec.count(served().target) == sum(weight.numel() for weight in trainer.model.parameters())
+    state = trainer.model.state_dict()
+    same = {name for name, weight in old.state_dict().items() if torch.equal(weight, state[name])}
+    assert set(state) - same == {"midlayer.mlp.gate_up_proj.weight", "midlayer.mlp.down_proj.weight"}
+    x = torch.randn(5, old.config.layer.hidden_size, generator=torch.Generator().manual_seed(0))
+    # Added zeros, in sums that a wider product may take in another order.
+    assert torch.allclose(trainer.model.midlayer.mlp(x), old.midlayer.mlp(x), rtol=0, atol=1e-6)
+    loss = trainer.pupil.loss(next(batches(corpus[1:], spec, torch.Generator().manual_seed(0))))
+    loss.backward()
+    written = trainer.model.midlayer.mlp.down_proj.weight.grad[:, inner:]
+    assert bool((written.norm(dim=0) > 0).all())
+    assert len(written.T.unique(dim=0)) == 24  # none learns what another does
+    trainer.pupil.save(tmp_path / "wide")
+    assert eagle3.read_config(tmp_path / "wide").layer.intermediate_size == inner + 24
+    with pytest.raises(UserError, match=rf"intermediate_size={inner - 1}: .* has {inner}, which can be widened"):
+        Trainer(served().target, corpus, dataclasses.replace(spec, intermediate_size=inner - 1))
+
+
+def test_a_new_draft_may_be_wider_than_its_target(corpus):
+    spec = dataclasses.replace(SPEC, intermediate_size=100)
+    model = new_draft(served().target, torch.arange(10, 210), spec)
+    assert model.midlayer.mlp.down_proj.in_features == 100
+    assert spec.count(served().target) == sum(weight.numel() for weight in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -295,6 +327,8 @@ def test_training_goes_on_from_a_draft(corpus, tmp_path):
         ({"patience": 0}, "training.patience=0"),
         ({"unroll": 0}, "training.unroll=0"),
         ({"init": "A", "after": "B"}, "training.after=B: expected null beside training.init=A"),
+        ({"intermediate_size": 0}, "training.intermediate_size=0: expected at least 1"),
+        ({"intermediate_size": 9, "after": "B"}, "training.intermediate_size=9: expected null beside training.after"),
     ],
 )
 def test_bad_settings_are_named(change, says):

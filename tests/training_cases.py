@@ -19,7 +19,7 @@ TEXT = synthesis.SynthesisSpec(
     question_temperature=1.5, answer_temperature=1.5, plain_share=0.35, system_share=0.2, cut_share=0.5, repeats=3,
 )  # fmt: skip
 SPEC = Eagle3TrainingSpec(
-    draft_vocab_size=200, fc_norm=True, pass_through=True, init=None, after=None, loss="ce",
+    draft_vocab_size=200, fc_norm=True, pass_through=True, intermediate_size=None, init=None, after=None, loss="ce",
     unroll=2, decay=0.8, accepted_only=False, answers_only=False, average=None, epochs=16, batch=8, length=64,
     lr=3e-2, warmup_steps=5, final_lr=0.1, betas=(0.9, 0.95), clip=0.5, weight_decay=0.0, evaluate_every=1000,
     held_out_tokens=2048, patience=None, seed=0,

@@ -8,6 +8,7 @@ predicts token i+2. Deeper chain slots take the network's own pre-norm output in
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,26 @@ def start_from(
             model.midlayer.mlp.down_proj.weight.mul_(0.1)
         model.norm.weight.copy_(norm)
         model.lm_head.weight.copy_(head[model.vocab])
+
+
+def wider(config: Eagle3Config, inner: int) -> Eagle3Config:
+    return replace(config, layer=replace(config.layer, intermediate_size=inner))
+
+
+def widen(model: Eagle3, inner: int, generator: torch.Generator) -> Eagle3:
+    """The same function with ``inner`` neurons in the layer's MLP (Net2Net's aim, arXiv 1511.05641).
+
+    New neurons read at random and write nothing yet, so that they learn apart from each other.
+    """
+    old = model.midlayer.mlp
+    more = inner - old.down_proj.in_features
+    if more == 0:
+        return model
+    wide = Eagle3(wider(model.config, inner))
+    gate, up = old.gate_up_proj.weight.detach().chunk(2)
+    new = [torch.randn((more, gate.shape[1]), generator=generator).to(gate) * part.std() for part in (gate, up)]
+    state = model.state_dict()
+    state["midlayer.mlp.gate_up_proj.weight"] = torch.cat((gate, new[0], up, new[1]))
+    state["midlayer.mlp.down_proj.weight"] = torch.nn.functional.pad(old.down_proj.weight.detach(), (0, more))
+    wide.load_state_dict(state)
+    return wide

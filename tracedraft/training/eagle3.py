@@ -11,6 +11,7 @@ from torch import Tensor
 from tracedraft.drafts.eagle3 import check_fit
 from tracedraft.errors import UserError
 from tracedraft.models import eagle3
+from tracedraft.models.decoder import DecoderConfig
 from tracedraft.target import LlamaTarget
 from tracedraft.training.corpus import read_columns
 from tracedraft.training.objective import Batch, teacher_of_hidden, training_time_test
@@ -26,6 +27,8 @@ class Eagle3TrainingSpec(TrainingSpec):
         draft_vocab_size: the most frequent tokens of the corpus.
         fc_norm: norm each tap before ``fc``.
         pass_through: start ``fc`` as a pass-through of the last tap.
+        intermediate_size: the layer's inner width; None: the target's, or that of the draft to go on from, which a
+            larger one widens without changing what it says.
         unroll, decay: training-time-test steps, and the weight of each after the one before.
         accepted_only: of later steps learn those alone that inference comes to; see ``training_time_test``.
     """
@@ -33,6 +36,7 @@ class Eagle3TrainingSpec(TrainingSpec):
     draft_vocab_size: int
     fc_norm: bool
     pass_through: bool
+    intermediate_size: int | None
     unroll: int
     decay: float
     accepted_only: bool
@@ -44,15 +48,33 @@ class Eagle3TrainingSpec(TrainingSpec):
             raise UserError(
                 f"training.length={self.length}: expected at least training.unroll + 2 = {self.unroll + 2}"
             )
+        if self.intermediate_size is not None:
+            self._at_least_one("intermediate_size")
+            if self.after is not None:
+                raise UserError(
+                    f"training.intermediate_size={self.intermediate_size}: expected null beside training.after, "
+                    "whose moments are of the old width; give training.init=OLD/draft instead"
+                )
 
     def check(self, target: LlamaTarget) -> None:
         if self.draft_vocab_size > target.vocab_size:
             raise UserError(f"training.draft_vocab_size={self.draft_vocab_size}: the target has {target.vocab_size}")
         if self.start is not None:
-            check_fit(eagle3.read_config(self.start), target.shape, self.start)
+            config = eagle3.read_config(self.start)
+            check_fit(config, target.shape, self.start)
+            if self.inner(config.layer) < config.layer.intermediate_size:
+                raise UserError(
+                    f"training.intermediate_size={self.intermediate_size}: {self.start} has "
+                    f"{config.layer.intermediate_size}, which can be widened, not narrowed"
+                )
+
+    def inner(self, layer: DecoderConfig) -> int:
+        """Inner width of a draft that is started from such a layer."""
+        return self.intermediate_size or layer.intermediate_size
 
     def count(self, target: LlamaTarget) -> int:
         config = new_config(target, self) if self.start is None else eagle3.read_config(self.start)
+        config = eagle3.wider(config, self.inner(config.layer))
         with torch.device("meta"):
             return sum(weight.numel() for weight in eagle3.Eagle3(config).parameters())
 
@@ -60,6 +82,7 @@ class Eagle3TrainingSpec(TrainingSpec):
         if self.start is not None:
             model = eagle3.load(self.start, torch.float32, "cpu")
             model.config = replace(model.config, tapped=target.taps)  # which the checkpoint may not have said
+            model = eagle3.widen(model, self.inner(model.config.layer), torch.Generator().manual_seed(self.seed))
             return Eagle3Pupil(model, target, self)
         vocab = corpus_vocab(files, self.draft_vocab_size, target.vocab_size, target.eos_ids)
         return Eagle3Pupil(new_draft(target, vocab, self), target, self)
@@ -118,8 +141,9 @@ def corpus_vocab(files: list[Path], size: int, vocab_size: int, always: frozense
 
 
 def new_config(target: LlamaTarget, spec: Eagle3TrainingSpec) -> eagle3.Eagle3Config:
-    """One layer of the target's own width."""
-    layer = replace(target.model.config, layers=1, rope_theta=10000.0, rope_scaling=None)
+    """One layer of the target's hidden size."""
+    inner = spec.inner(target.model.config)
+    layer = replace(target.model.config, layers=1, intermediate_size=inner, rope_theta=10000.0, rope_scaling=None)
     taps = target.taps
     return eagle3.Eagle3Config(layer, spec.draft_vocab_size, layer.hidden_size, len(taps), spec.fc_norm, tapped=taps)
 
