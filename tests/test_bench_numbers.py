@@ -41,7 +41,10 @@ def test_what_is_compared():
 def test_ratios_are_of_times_per_token_within_each_repetition():
     """Arms may say different numbers of tokens."""
     done = [
-        {"plain": [response([1, 2], 1.0), response([3], 2.0)], "chain": [response([1, 2, 3, 4], 2.0)]},
+        {
+            "plain": [response([1, 2], 1.0), response([3], 2.0)],
+            "chain": [response([1, 2, 3, 4], 2.0), response([], 0.0)],
+        },
         {"plain": [response([1, 2], 8.0)], "chain": [response([1, 2], 2.0)]},
     ]
     assert ms_per_token(done[0]["plain"]) == pytest.approx(1000)
@@ -50,6 +53,23 @@ def test_ratios_are_of_times_per_token_within_each_repetition():
     assert found["median"] == pytest.approx(3.0)
     assert found["quartiles"] == pytest.approx([2.5, 3.5])
     assert ratio(done, "plain", "generate") is None
+
+
+def test_a_ratio_s_interval_is_over_prompts():
+    """Prompts that gain 2 and 4 times, at equal weights: the interval holds both chance and the pooled ratio, is none
+    where all gain alike, and repetitions of the same prompts do not narrow it."""
+
+    def answers(*gains):
+        return {
+            "plain": [response([1, 2], 8.0) for _ in gains],
+            "chain": [response([1, 2], 8.0 / gain) for gain in gains],
+        }
+
+    low, high = ratio([answers(2, 4, 2, 4)], "chain", "plain")["interval"]
+    assert 1 < low < 8 / 3 < high < 6
+    assert ratio([answers(2, 4, 2, 4)] * 5, "chain", "plain")["interval"] == pytest.approx([low, high])
+    assert ratio([answers(2, 2, 2, 2)], "chain", "plain")["interval"] == pytest.approx([2, 2])
+    assert ratio([answers(2, 4)], "chain", "plain")["interval"] is None
 
 
 def test_one_repetition_has_no_quartiles():

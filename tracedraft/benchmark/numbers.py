@@ -11,6 +11,7 @@ from typing import Any
 
 from tracedraft.decode import mismatch
 from tracedraft.interfaces import Target
+from tracedraft.statistics import estimate
 from tracedraft.summary import summarise_arm
 from tracedraft.types import Response
 from tracedraft.verify import Sampling
@@ -72,10 +73,27 @@ def arm_numbers(repetitions: list[list[Response]]) -> dict[str, Any]:
 
 
 def ratio(done: list[Answers], ours: str, other: str) -> dict[str, Any] | None:
-    """How many times as fast as the other arm ours made a token, by repetition; None without one of them."""
+    """How many times as fast as the other arm ours made a token, by repetition; None without one of them.
+
+    Its ``interval``, of 95 %, is over prompts, all repetitions of one together: other prompts would have moved the
+    ratio by as much, which repetitions of the same ones can't show. None for too few.
+    """
     if not {ours, other} <= done[0].keys():
         return None
-    return spread([ms_per_token(answers[other]) / ms_per_token(answers[ours]) for answers in done])
+    counts, prompts = [], []
+    for answers in done:
+        for prompt, pair in enumerate(zip(answers[other], answers[ours], strict=True)):
+            counts.append([x for answer in pair for x in (sum(answer.seconds.values()), len(answer.tokens))])
+            prompts.append(prompt)
+    found = estimate(counts, _times_as_fast, prompts)
+    interval = None if found.low is None or found.high is None else [found.low, found.high]
+    times = [ms_per_token(answers[other]) / ms_per_token(answers[ours]) for answers in done]
+    return {**spread(times), "interval": interval}
+
+
+def _times_as_fast(sums: Any) -> Any:
+    """Of sums [..., (seconds, tokens, our seconds, our tokens)]."""
+    return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
 
 
 def together(by_workload: dict[str, Answers]) -> Answers:

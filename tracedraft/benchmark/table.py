@@ -26,16 +26,16 @@ def speeds(result: dict[str, Any]) -> str:
 
 
 def ratios(result: dict[str, Any]) -> str:
-    """A row a ratio of speeds: its median on each workload, and more of all together."""
+    """A row a ratio of speeds: its median and interval on each workload, and of all together."""
     workloads = named(result)
-    table = [["ratio of speed", *workloads, "median [quartiles]", "aim", "reached"]]
+    table = [["ratio of speed", *workloads, "all" if workloads else "median [95 %]", "aim", "reached"]]
     for name, found in result["workloads"][ALL]["ratios"].items():
         aim = result["aims"].get(name, {"ratio": None, "workload": None, "met": None, "reason": None})
         own = [result["workloads"][workload]["ratios"][name] for workload in workloads]
-        medians = [number(r and r["median"], 2) for r in own]
+        medians = [between(one, 2, bounds="interval") for one in own]
         reached = {True: "yes", False: "no", None: MISSING}[aim["met"]]
         on = aim["reason"] or (aim["workload"] and f"on {aim['workload']}")
-        cells = [between(found, 2), number(aim["ratio"], 2), reached + (f" ({on})" if on else "")]
+        cells = [between(found, 2, bounds="interval"), number(aim["ratio"], 2), reached + (f" ({on})" if on else "")]
         table.append([name.replace("_", " "), *medians, *cells])
     return markdown(table, ("ratio of speed", "reached"))
 
@@ -58,7 +58,7 @@ def headline(result: dict[str, Any]) -> str:
         f"transformers {versions['transformers']}\n"
         f"{result['target']} in {specs['target']['dtype']} on {specs['target']['device']}, draft {result['draft']}, "
         f"temperature {mode['temperature']:g}; prompts: {asked}; at most {mode['max_new_tokens']} tokens each, "
-        f"{len(first['repetitions'])} repetitions: median [quartiles]\n"
+        f"{len(first['repetitions'])} repetitions: median [quartiles]; of ratios [95 % over prompts]\n"
     )
 
 
@@ -74,8 +74,11 @@ def remarks(result: dict[str, Any]) -> list[str]:
     return lines + [f"{name} was not measured: {reason}" for name, reason in result["null_reasons"].items()]
 
 
-def between(found: dict[str, Any] | None, digits: int, times: float = 1, unit: str = "") -> str:
+def between(
+    found: dict[str, Any] | None, digits: int, times: float = 1, unit: str = "", bounds: str = "quartiles"
+) -> str:
+    """A median with its quartiles, or what else is said to bound it, where there are any."""
     if found is None:
         return MISSING
-    bounds = [number(times * bound, digits) for bound in found["quartiles"] or []]
-    return number(times * found["median"], digits, unit) + (f" [{', '.join(bounds)}]" if bounds else "")
+    around = [number(times * bound, digits) for bound in found[bounds] or []]
+    return number(times * found["median"], digits, unit) + (f" [{', '.join(around)}]" if around else "")
