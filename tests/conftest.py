@@ -32,7 +32,6 @@ from tracedraft.models import architectures, eagle3, weights
 from tracedraft.models.decoder import Decoder
 from tracedraft.models.tiny import TinyTargetSpec
 from tracedraft.target import LlamaTarget, Served, default_taps
-from tracedraft.training import corpus as corpora
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 CPU = torch.device("cpu")
@@ -138,11 +137,11 @@ def golden_decoder(tmp_path_factory) -> Decoder:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> list[Path]:
     """Shards of text by the tiny target of ``training_cases``; not to be changed."""
-    from training_cases import synthesise
+    from training_cases import shards, synthesise
 
     folder = tmp_path_factory.mktemp("corpus")
     synthesise(folder)
-    return corpora.shards(folder)
+    return shards(folder)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import recompute
-from training_cases import TEXT, served, synthesise
+from training_cases import TEXT, served, shards, synthesise
 
 from tracedraft.errors import UserError
 from tracedraft.target import LlamaTarget
@@ -223,7 +223,7 @@ def test_a_pass_without_a_sampled_row_writes_what_the_target_would(tmp_path):
     """One row, whose answers are greedy, and its questions here too."""
     spec = dataclasses.replace(TEXT, batch=1, tokens=128, question_temperature=0.0, answer_temperature=0.0)
     assert synthesise(tmp_path, spec) == 128
-    shard = corpora.read_shard(corpora.shards(tmp_path)[0])
+    shard = corpora.read_shard(shards(tmp_path)[0])
     follows = shard["answer"][0, 1:]
     assert follows.any()
     assert torch.equal(shard["tokens"][0, 1:][follows], shard["argmax"][0, :-1][follows])
@@ -231,7 +231,7 @@ def test_a_pass_without_a_sampled_row_writes_what_the_target_would(tmp_path):
 
 def test_same_seed_same_shard_and_only_the_missing_one_is_written(corpus, tmp_path):
     assert synthesise(tmp_path) == TEXT.tokens
-    mine = corpora.shards(tmp_path)
+    mine = shards(tmp_path)
     assert [file.read_bytes() for file in mine] == [file.read_bytes() for file in corpus]
     assert mine[0].read_bytes() != mine[1].read_bytes()
     stamps = [file.stat().st_mtime_ns for file in mine]
@@ -242,7 +242,7 @@ def test_same_seed_same_shard_and_only_the_missing_one_is_written(corpus, tmp_pa
     assert synthesise(tmp_path) == 0
     other = dataclasses.replace(TEXT, tokens=TEXT.batch * TEXT.length, seed=1)
     synthesise(tmp_path / "other", other)
-    assert corpora.shards(tmp_path / "other")[0].read_bytes() != mine[0].read_bytes()
+    assert shards(tmp_path / "other")[0].read_bytes() != mine[0].read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -250,7 +250,7 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
     """The need is that of the files that would be written; a twentieth of the disk stays free."""
     short = dataclasses.replace(TEXT, tokens=2 * 16 * 128)
     synthesise(tmp_path / "real", short, dtype)
-    written = sum(file.stat().st_size for file in corpora.shards(tmp_path / "real"))
+    written = sum(file.stat().st_size for file in shards(tmp_path / "real"))
 
     def free(size: float) -> None:
         monkeypatch.setattr(corpora.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
@@ -260,5 +260,5 @@ def test_disk_is_checked_before_any_work(tmp_path, monkeypatch, dtype):
     free(written / 0.97)
     with pytest.raises(UserError, match=r"the corpus still needs .* are free, .*: lower text\.tokens or move"):
         synthesise(tmp_path / "new", short, dtype)
-    assert corpora.shards(tmp_path / "new") == []
+    assert shards(tmp_path / "new") == []
     assert synthesise(tmp_path / "real", short, dtype) == 0  # nothing to write, none needed

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import recompute
-from training_cases import SPEC, TEXT, served
+from training_cases import SPEC, TEXT, served, shards
 
 from tracedraft import chat
 from tracedraft.errors import UserError
@@ -43,7 +43,7 @@ def conversations(folder: Path, *lines: str | list, length: int = 64) -> Convers
 def written(spec: corpus.TextSpec, folder: Path, prompts: list[str] | None = None) -> list[dict[str, torch.Tensor]]:
     makers = spec.makers(served(), corpus.known_runs(prompts or []))
     list(corpus.write(served(), spec, makers, folder / "corpus"))
-    return [corpus.read_shard(file) for file in corpus.shards(folder / "corpus")]
+    return [corpus.read_shard(file) for file in shards(folder / "corpus")]
 
 
 def test_conversations_become_rows(tmp_path):
@@ -67,10 +67,8 @@ def test_conversations_become_rows(tmp_path):
 def test_no_conversation_is_in_both_held_out_and_training_text(tmp_path):
     """Each of nine pieces, the three of a shard to a row; which come first is a matter of chance, not of the file."""
     talks = [[{"role": "user", "content": f"{i}" * 150}, SHORT[1]] for i in range(9)]
-    shards = written(dataclasses.replace(conversations(tmp_path, *talks), batch=4), tmp_path)
-    digits = [
-        set(served().tokenizer.decode(shard["tokens"].flatten().tolist())) & set("012345678") for shard in shards
-    ]
+    made = written(dataclasses.replace(conversations(tmp_path, *talks), batch=4), tmp_path)
+    digits = [set(served().tokenizer.decode(shard["tokens"].flatten().tolist())) & set("012345678") for shard in made]
     assert len(digits) > 3
     assert digits[0]
     assert not digits[0] & set.union(*digits[1:])
@@ -86,7 +84,7 @@ def spans_of(flags: torch.Tensor) -> list[tuple[int, int]]:
 def test_padding_is_no_teacher_and_no_token_of_the_vocabulary(tmp_path):
     """A row of 40 real tokens of 64: what its last tokens predict has no teacher; id 0 is no draft token."""
     written(conversations(tmp_path, *[SHORT] * 6), tmp_path)
-    files = corpus.shards(tmp_path / "corpus")
+    files = shards(tmp_path / "corpus")
     trainer = Trainer(served().target, files, dataclasses.replace(SPEC, batch=3))
     raw = corpus.read_shard(files[1])
     del raw["greedy"]
@@ -112,7 +110,7 @@ def test_a_draft_trains_on_conversations(tmp_path):
     spec = conversations(tmp_path, *[TALK] * 6)
     written(spec, tmp_path)
     trainer = Trainer(
-        served().target, corpus.shards(tmp_path / "corpus"), dataclasses.replace(SPEC, epochs=8, lr=1e-2, batch=3)
+        served().target, shards(tmp_path / "corpus"), dataclasses.replace(SPEC, epochs=8, lr=1e-2, batch=3)
     )
     losses = []
     trainer.run(tmp_path, lambda done: losses.append(done.loss))
@@ -210,10 +208,8 @@ def test_a_conversation_that_quotes_a_benchmark_prompt_is_left_out(tmp_path, sai
     """Whatever of case and punctuation differs, and wherever it is cut: rows here are of 16 tokens."""
     known = [PROMPT, "Give three tips for staying healthy.", "Say hello"]
     quoted = [{"role": "user", "content": said}, SHORT[1]]
-    shards = written(
-        dataclasses.replace(conversations(tmp_path, SHORT, quoted, length=16), batch=64), tmp_path, known
-    )
-    (shard,) = shards
+    made = written(dataclasses.replace(conversations(tmp_path, SHORT, quoted, length=16), batch=64), tmp_path, known)
+    (shard,) = made
     text = served().tokenizer.decode(shard["tokens"][shard["counts"]].tolist())
     assert (said in text) == kept
     assert "What is two and two?" in text

@@ -42,3 +42,7 @@ def served(dtype: str = "float32") -> Served:
 
 def synthesise(folder: Path, spec: synthesis.SynthesisSpec = TEXT, dtype: str = "float32") -> int:
     return sum(corpora.write(served(dtype), spec, spec.makers(served(dtype), {}), folder))
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))

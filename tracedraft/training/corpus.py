@@ -58,10 +58,6 @@ Maker = Callable[[], Generator[int, None, dict[str, Tensor]]]
 """Makes one shard: yields the number of new tokens after each pass, returns the columns."""
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("shard-*.safetensors"))
-
-
 def shard_file(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.safetensors"
 
