@@ -18,6 +18,7 @@ from torch import Tensor
 from tracedraft.adapters.objective import Factors
 
 BLOCK = 1024  # rows of a sweep: a few MB, so that what follows a product finds it in a CPU's cache
+LAUNCHED = 8192  # the same where each operator is a launch, and all rows at once would be a copy of the head
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ class Master:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    return [slice(start, start + BLOCK) for start in range(0, len(x), BLOCK)]
+    rows = BLOCK if x.device.type == "cpu" else LAUNCHED
+    return [slice(start, start + rows) for start in range(0, len(x), rows)]
 
 
 def _norm(x: Tensor) -> float:
