@@ -15,7 +15,7 @@ from run_cases import arms, composed, conversations, untimed
 
 from tracedraft import measure
 from tracedraft.auto import Plan, Way
-from tracedraft.calibrate import measured, planned
+from tracedraft.calibrate import _line, measured, planned
 from tracedraft.errors import UserError
 from tracedraft.evaluate import evaluate_draft
 from tracedraft.meter import Meter
@@ -221,6 +221,31 @@ def test_what_a_shape_takes_once_is_in_no_level(monkeypatch):
     made = measured(auto(plan=None, widths=[16]), None, None, None)
     for way in made.ways:
         assert way.seconds == pytest.approx([1 + 0.1 * levels for levels in range(1, 7)])
+
+
+def test_a_round_costs_what_a_line_through_medians_says(monkeypatch):
+    """One level, which is cheap where nothing else is drafted, is not asked; one disturbed answer moves nothing."""
+    asked = []
+
+    def answers(shape, *_):
+        levels = shape.most_levels
+        asked.append(levels)
+        seconds = {1: 0.5, 2: 1.2, 3: 1.3, 6: 1.6}[levels] * (9 if len(asked) == 2 else 1)
+        return [SimpleNamespace(seconds={"prefill": 7.0, "verify": seconds}, rounds=1, trials=[], survivals=[])]
+
+    monkeypatch.setattr("tracedraft.calibrate._answers", answers)
+    (way,) = measured(auto(plan=None, widths=[16], beams=[1]), None, None, None).ways
+    assert asked == [1, *3 * [2, 3, 6]]
+    assert way.seconds == pytest.approx([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [({1: 2.0}, [2.0]), ({2: 2.0}, [2.0, 2.0]), ({2: 2.0, 3: 1.0}, [1.5, 1.5, 1.5]), ({2: 1.0, 3: 3.0}, [1.0] * 3)],
+)
+def test_no_level_is_taken_to_be_free(seconds, line):
+    """Nor to cost less than nothing, where little or noise was measured."""
+    assert _line(seconds, len(line)) == pytest.approx(line)
 
 
 def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):

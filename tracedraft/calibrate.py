@@ -1,8 +1,8 @@
 """The plan of ``decode=auto``: what rounds of each shape cost here, and how much of a draft survives.
 
-A few short answers for each width, number of beams and some depths. Costs are taken from whole rounds: on its own, a
-draft finds its weights in the processor's cache, and so does a pass of the target. The width with the best rate is
-chosen for the whole run, since passes of different widths round differently and all arms must say the same.
+A few short answers for each width, number of beams and some depths, in turn. Costs are taken from whole rounds: on
+its own, a draft finds its weights in the processor's cache, and so does a pass of the target. The width with the best
+rate is chosen for the whole run, since passes of different widths round differently and all arms must say the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -34,7 +35,11 @@ PROMPTS = (
 )
 TOKENS = 64  # of an answer
 INSTEAD = "choose another paths.cache"
-TIMED = (1, 2, 3)  # levels beside the most; between them a round's seconds are taken to rise evenly
+# Levels beside the most. A line through them is what a round is taken to cost: a level adds one pass of the draft.
+# Not through one level, which costs less where all rounds have but one than among others, as `auto` mixes them: on
+# two cores of an AMD EPYC 15.8 ms where it cost 16.8 in turn with seven.
+TIMED = (2, 3)
+REPEATS = 3  # medians of which what else the machine does can't move alone
 
 
 def planned(spec: AutoSpec, served: Served, draft: Draft, weights: str | None, meter: Meter) -> AutoSpec:
@@ -55,7 +60,7 @@ def _measure(file: Path, spec: AutoSpec, served: Served, draft: Draft, meter: Me
     with exclusive(file.parent / ".lock", INSTEAD, wait=True):  # workers that start together would time each other
         if file.exists():
             return
-        print("decode=auto: measuring what rounds cost here, once; half a minute on a small pair", file=sys.stderr)
+        print("decode=auto: measuring what rounds cost here, once; a minute on a small pair", file=sys.stderr)
         text = json.dumps(dataclasses.asdict(measured(spec, served, draft, meter)), indent=1)
         write_atomically(file, lambda path: path.write_text(text), INSTEAD)
 
@@ -69,16 +74,27 @@ def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan
 def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter) -> Plan:
     ways, most = [], spec.levels(width)
     for beams in spec.beams:
-        timed, answers = {}, []
+        timed = {levels: [] for levels in sorted({min(levels, most) for levels in (*TIMED, most)})}
+        answers = []
         # Whatever a shape takes once must not be found in its first level, which the others stand on.
         _answers(_shape(spec, width, beams, 1), served, draft, meter)
-        for levels in sorted({min(levels, most) for levels in (*TIMED, most)}):
-            answers = _answers(_shape(spec, width, beams, levels), served, draft, meter)
-            seconds = sum(sum(answer.seconds.values()) - answer.seconds["prefill"] for answer in answers)
-            timed[levels] = max(seconds / sum(answer.rounds for answer in answers), *timed.values(), 0.0)
-        seconds = np.interp(range(1, most + 1), list(timed), list(timed.values()))
-        ways.append(Way(beams, seconds.tolist(), _shares(answers, most)))
+        for _ in range(REPEATS):
+            for levels, found in timed.items():
+                answers = _answers(_shape(spec, width, beams, levels), served, draft, meter)
+                seconds = sum(sum(answer.seconds.values()) - answer.seconds["prefill"] for answer in answers)
+                found.append(seconds / sum(answer.rounds for answer in answers))
+        ways.append(Way(beams, _line({n: median(found) for n, found in timed.items()}, most), _shares(answers, most)))
     return Plan(width, ways)
+
+
+def _line(seconds: dict[int, float], most: int) -> list[float]:
+    """Of rounds of 1 to ``most`` levels, from those of some; a level costs nothing or more."""
+    levels, found = np.array(list(seconds)), np.array(list(seconds.values()))
+    slope = max(0.0, float(np.polyfit(levels, found, 1)[0])) if len(levels) > 1 else 0.0
+    start = float(found.mean() - slope * levels.mean())
+    if start + slope <= 0:  # what costs nothing would be drafted for ever
+        return [float(found.min())] * most
+    return [start + slope * level for level in range(1, most + 1)]
 
 
 def _shape(spec: AutoSpec, width: int, beams: int, levels: int) -> AutoSpec:
