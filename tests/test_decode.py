@@ -44,6 +44,30 @@ def proposals_of(draft: Draft) -> list[list[int]]:
     return noted
 
 
+@pytest.mark.parametrize(("shape", "deep"), [(tree, {"tree_depth": 7}), (auto, {})])
+def test_rows_that_a_draft_writes_in_vain_widen_no_pass_of_the_target(golden_target, golden_draft, shape, deep):
+    """Its passes attend over all rows, so a tree would pay for them, and round otherwise than a chain as wide. With
+    one row a bucket each cache is as long as what it holds at most."""
+    short = {"cache_bucket": 1, "max_new_tokens": 9}
+    spec = shape(**short, **deep)
+    assert spec.loose > spec.width
+    given, begin = {}, LlamaTarget.begin
+
+    class Target(LlamaTarget):
+        def begin(self, capacity: int, *rest) -> None:
+            given["target"] = capacity
+            begin(self, capacity, *rest)
+
+    target = Target(golden_target.model, golden_target.taps, golden_target.eos_ids, golden_target.context)
+    draft = golden_draft("eagle3_e2e")
+    prompt = golden_json("eagle3_e2e")["prompts"][0]["prompt"] * 4
+    made = respond_with(target, draft, FIXED.build(None, 0), prompt, shape=shape, **short, **deep)
+    assert made.tokens == plain(golden_target, prompt, spec)
+    linear = chain(chain_length=spec.rows - 1, **short)
+    assert given["target"] == linear.capacity(len(prompt), target.context)
+    assert draft.cache.capacity - given["target"] == spec.loose - spec.width
+
+
 # Contract 1: lossless
 
 

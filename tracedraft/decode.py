@@ -132,9 +132,22 @@ class DecodeSpec(ABC):
         return Sampling(self.temperature, self.top_p, self.top_k, key, self.acceptance == "rejection")
 
     def capacity(self, prompt: int, context: int) -> int:
-        """KV rows for a response to ``prompt`` tokens, the padding of the last passes included."""
-        room = max(self.width, self.loose)
-        rows = max(min(prompt + self.max_new_tokens, context) + room, prompt + self.prefill_chunk)
+        """KV rows of the target for a response to ``prompt`` tokens, the padding of the last passes included.
+
+        Passes attend over all of them, so what decides is nothing that one shape of proposals needs alone.
+        """
+        return self._bucketed(prompt, context, self.width)
+
+    def draft_capacity(self, prompt: int, context: int) -> int:
+        """The draft's, with what it writes in vain."""
+        return self._bucketed(prompt, context, max(self.width, self.loose))
+
+    def limit(self, prompt: int, context: int) -> int:
+        """Most tokens of a response to ``prompt`` tokens."""
+        return min(self.max_new_tokens, context - prompt)
+
+    def _bucketed(self, prompt: int, context: int, room: int) -> int:
+        rows = prompt + max(self.limit(prompt, context) + room, self.prefill_chunk)
         return -(-rows // self.cache_bucket) * self.cache_bucket
 
 
@@ -268,17 +281,17 @@ def respond(
         prefix: of the conversation's earlier turns with this draft; None: of none.
         transcript: where the target's outputs are kept for learning between requests; None: nowhere.
     """
-    sampling, capacity = spec.sampling(key), spec.capacity(len(prompt), target.context)
+    sampling, size = spec.sampling(key), (len(prompt), target.context)
+    capacity, draft_capacity = spec.capacity(*size), spec.draft_capacity(*size)
     target.prepare(capacity)
-    draft.prepare(capacity)
+    draft.prepare(draft_capacity)
     meter.start()
     adapter.begin_response()
     with meter.phase("prefill"):
         target.begin(capacity, spec.width, spec.prefill_chunk)
-        draft.begin(capacity, prompt[0])
+        draft.begin(draft_capacity, prompt[0])
         root, hidden, slots, taps = prefill(target, draft, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
-    limit = min(spec.max_new_tokens, target.context - len(prompt))
-    tally, proposer = _Tally(int(root), spec.depth, limit, target.eos_ids), spec.proposer()
+    tally, proposer = _Tally(int(root), spec.depth, spec.limit(*size), target.eos_ids), spec.proposer()
     with meter.phase("observe"):
         adapter.observe(Evidence("prompt", slots[:-1], lambda rows: target.logits(hidden[1:][rows])))
         if transcript:
@@ -336,8 +349,7 @@ def respond_plainly(
     with meter.phase("prefill"):
         target.begin(capacity, 1, spec.prefill_chunk)
         root = prefill_plainly(target, prompt, spec.prefill_chunk, sampling, prefix or Prefix())
-    limit = min(spec.max_new_tokens, target.context - len(prompt))
-    tally = _Tally(int(root), 0, limit, target.eos_ids)
+    tally = _Tally(int(root), 0, spec.limit(len(prompt), target.context), target.eos_ids)
     none = root[:0]
     while not tally.ended:
         with meter.phase("verify"):

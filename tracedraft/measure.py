@@ -195,7 +195,7 @@ def check_cache(bench: Bench, drafts: list[Draft], conversations: list[Conversat
         history = [message for question in questions for message in (question, answer)][:-1]
         prompt = len(chat.encode(tokenizer, history))
         longest = max(longest, prompt + (len(questions) - 1) * bench.decode.max_new_tokens)
-    capacity = bench.decode.capacity(min(longest, target.context), target.context)
+    capacity = bench.decode.draft_capacity(min(longest, target.context), target.context)  # the larger one
     each = sum(draft.row_bytes for draft in drafts)
     if max((len(conversation.turns) for conversation in conversations), default=1) == 1:
         return target.check_memory(capacity, 1, each)
