@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tracedraft.tracking import NullTracker, WandbTracker, flatten, open_tracker, signals_as_exits
+from tracedraft.tracking import NullTracker, WandbTracker, flatten, open_tracker, sigterm_as_exit
 
 
 @pytest.fixture(autouse=True)
@@ -177,11 +177,11 @@ def test_a_missing_client_is_recorded(tmp_path, monkeypatch):
 RUN = """
     import os, signal, subprocess, sys, time
     from pathlib import Path
-    from tracedraft.tracking import open_tracker, signals_as_exits
+    from tracedraft.tracking import open_tracker, sigterm_as_exit
 
     t = open_tracker("offline", "p", None, None, None, [], {}, Path(sys.argv[1]), "x")
     code = 1
-    with signals_as_exits():
+    with sigterm_as_exit():
         try:
             for step in range(10):
                 t.log({"a": step}, step)
@@ -233,7 +233,7 @@ def test_the_death_of_the_real_client_does_not_stop_the_run(tmp_path):
 
 def test_sigterm_raises_inside_and_the_handler_before_is_back_outside():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, signals_as_exits():  # noqa: PT012
+    with pytest.raises(SystemExit) as caught, sigterm_as_exit():  # noqa: PT012
         assert signal.getsignal(signal.SIGTERM) is not before
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -245,39 +245,14 @@ def test_sigterm_raises_inside_and_the_handler_before_is_back_outside():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_signals_as_exits_does_nothing_in_other_threads():
+def test_sigterm_as_exit_does_nothing_in_other_threads():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def work():
-        with signals_as_exits():
+        with sigterm_as_exit():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert seen == [before]
-
-
-@pytest.mark.parametrize(("number", "exits"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_python_drops_is_raised_at_the_next_check(number, exits):
-    class Dies:
-        def __del__(self):
-            signal.raise_signal(number)
-
-    with pytest.raises(exits), signals_as_exits() as check:  # noqa: PT012
-        check()
-        Dies()
-        dropped = True
-        check()
-    assert dropped
-
-
-def test_an_ignored_sigint_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with signals_as_exits() as check:
-            signal.raise_signal(signal.SIGINT)
-            check()
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -32,7 +32,7 @@ from tracedraft.progress import Progress
 from tracedraft.provenance import provenance
 from tracedraft.recorded import replaying
 from tracedraft.target import Served
-from tracedraft.tracking import Tracker, open_tracker, signals_as_exits
+from tracedraft.tracking import Tracker, open_tracker, sigterm_as_exit
 from tracedraft.transcript import Transcript
 from tracedraft.types import Conversation, Response
 from tracedraft.verify import noise_key
@@ -97,13 +97,11 @@ def measure(
     origin = {**provenance(argv), **identity, **weights, "workers": workers, "experiment": experiment, **plan}
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
-    record = records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin)
-    with record, signals_as_exits() as check_signals:
+    with records.RunDir.open(folder, {str(k): v for k, v in config.items()}, origin) as record, sigterm_as_exit():
         tracker = mirror_of(cfg, counts.header(config, records.read_attempts(folder), folder, experiment), folder)
         summary, code = {}, 1
         try:
-            progress = Progress(len(conversations), names)
-            done = stream(bench, arms, conversations, progress, record, tracker.log, check_signals)
+            done = stream(bench, arms, conversations, Progress(len(conversations), names), record, tracker.log)
             attempts = {"attempts": records.read_attempts(folder)}
             tracker.table("updates", rows.UPDATE_COLUMNS, rows.update_table(done))
             summary = {**names, **conclusion(done, arms[1]), "provenance": {**origin, **attempts}}
@@ -210,7 +208,6 @@ def stream(
     progress: Progress,
     run: records.RunDir,
     mirror: Callable[[dict[str, Any], int], None],
-    check_signals: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Serve in order what no earlier attempt did; each record is on disk before it is mirrored."""
     done = list(run.done)
@@ -230,7 +227,6 @@ def stream(
             done.append(record)
             mirror(rows.row(record), index)
             progress.conversation(record)
-            check_signals()
     return done
 
 

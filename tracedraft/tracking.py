@@ -176,40 +176,23 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def signals_as_exits() -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM into ``SystemExit(143)``, as Python turns SIGINT into ``KeyboardInterrupt``, so that ``finally``
-    blocks run and a mirror is flushed.
+def sigterm_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into ``SystemExit(143)``, so that ``finally`` blocks run and a mirror is flushed.
 
-    Only the first SIGTERM: while the run winds down, further ones are ignored. Outside the main thread, where
+    Only the first one: while the run winds down, further ones are ignored. Outside the main thread, where
     Python allows no handlers, this does nothing.
-
-    Yields:
-        what raises it again. Python drops what is raised in a destructor or a callback, so a signal that comes just
-        then would be lost.
     """
-    asked: list[BaseException] = []
-
-    def check() -> None:
-        if asked:
-            raise asked[0]
-
     if threading.current_thread() is not threading.main_thread():
-        yield check
+        yield
         return
 
-    def leave(number: int, _: object) -> None:
-        if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        asked.append(SystemExit(128 + number) if number == signal.SIGTERM else KeyboardInterrupt())
-        check()
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + signal.SIGTERM)
 
-    handled = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup and sweeps have theirs
-        handled.append(signal.SIGINT)
-    previous = {number: signal.signal(number, leave) for number in handled}
+    previous = signal.signal(signal.SIGTERM, leave)
     try:
-        yield check
+        yield
     finally:
-        for number, handler in previous.items():
-            # None stands for a handler that was not set from Python and can't be set again.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        # None stands for a handler that was not set from Python and can't be set again.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
