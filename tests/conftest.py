@@ -51,6 +51,11 @@ SHORT = {
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+# Scripts start jobs in the background with SIGINT ignored. Runs that the tests start would inherit that, and could
+# not be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def option(group: str, name: str) -> DictConfig:
     """A YAML of a config group, with the options that it wraps in their places."""
