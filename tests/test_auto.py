@@ -241,11 +241,28 @@ def test_a_round_costs_what_a_line_through_medians_says(monkeypatch):
 
 @pytest.mark.parametrize(
     ("seconds", "line"),
-    [({1: 2.0}, [2.0]), ({2: 2.0}, [2.0, 2.0]), ({2: 2.0, 3: 1.0}, [1.5, 1.5, 1.5]), ({2: 1.0, 3: 3.0}, [1.0] * 3)],
-)
-def test_no_level_is_taken_to_be_free(seconds, line):
-    """Nor to cost less than nothing, where little or noise was measured."""
+    [({1: 2.0}, [2.0]), ({1: 2.0, 2: 2.5}, [2.0, 2.5]), ({2: 2.0, 3: 1.0}, [1.5, 1.5, 1.5]),
+     ({2: 1.0, 3: 4.0}, [1.0, 2.0, 3.0])],
+)  # fmt: skip
+def test_no_level_and_no_round_is_taken_to_cost_less_than_nothing(seconds, line):
+    """Where noise was measured."""
     assert _line(seconds, len(line)) == pytest.approx(line)
+
+
+@pytest.mark.parametrize(("most", "timed"), [(1, [1]), (2, [1, 2]), (3, [2, 3]), (6, [2, 3, 6])])
+def test_two_depths_are_timed_where_there_are_two(monkeypatch, most, timed):
+    """Of one alone each further level would look free."""
+    asked = []
+
+    def answers(shape, *_):
+        asked.append(shape.most_levels)
+        seconds = {"prefill": 0.0, "verify": 1 + 0.1 * shape.most_levels}
+        return [SimpleNamespace(seconds=seconds, rounds=1, trials=[], survivals=[])]
+
+    monkeypatch.setattr("tracedraft.calibrate._answers", answers)
+    (way,) = measured(auto(plan=None, widths=[16], beams=[1], most_levels=most), None, None, None).ways
+    assert asked == [1, *3 * timed]
+    assert way.seconds == pytest.approx([1 + 0.1 * levels for levels in range(1, most + 1)])
 
 
 def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):

@@ -74,9 +74,9 @@ def measured(spec: AutoSpec, served: Served, draft: Draft, meter: Meter) -> Plan
 def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter) -> Plan:
     ways, most = [], spec.levels(width)
     for beams in spec.beams:
-        timed = {levels: [] for levels in sorted({min(levels, most) for levels in (*TIMED, most)})}
+        timed = {levels: [] for levels in (*(TIMED if most > 2 else (1,)), most)}
         answers = []
-        # Whatever a shape takes once must not be found in its first level, which the others stand on.
+        # Whatever a way takes once, before any is timed.
         _answers(_shape(spec, width, beams, 1), served, draft, meter)
         for _ in range(REPEATS):
             for levels, found in timed.items():
@@ -88,12 +88,12 @@ def _plan(spec: AutoSpec, width: int, served: Served, draft: Draft, meter: Meter
 
 
 def _line(seconds: dict[int, float], most: int) -> list[float]:
-    """Of rounds of 1 to ``most`` levels, from those of some; a level costs nothing or more."""
+    """Of rounds of 1 to ``most`` levels, from those of some. A level costs nothing or more, and so does a round."""
     levels, found = np.array(list(seconds)), np.array(list(seconds.values()))
     slope = max(0.0, float(np.polyfit(levels, found, 1)[0])) if len(levels) > 1 else 0.0
     start = float(found.mean() - slope * levels.mean())
-    if start + slope <= 0:  # what costs nothing would be drafted for ever
-        return [float(found.min())] * most
+    if start < 0:  # but for noise a pass of the target costs something
+        start, slope = 0.0, float(found.mean() / levels.mean())
     return [start + slope * level for level in range(1, most + 1)]
 
 

@@ -32,7 +32,7 @@ USAGE = """usage: tracedraft COMMAND [overrides]
   export      write a draft, and what a run made of it, for SGLang or vLLM:
               tracedraft export draft.path=FOLDER run=RUN_FOLDER layout=speculators out=NEW_FOLDER
   bench       speed of plain decoding beside other engines, of each decode mode beside plain decoding, and what
-              learning costs: tracedraft bench repetitions=4
+              learning costs: tracedraft bench workload.limit=6
   bench-gpu   speed beside the limits of the card's memory, of random weights in an 8B model's shape; without a
               GPU a dry run: tracedraft bench-gpu repetitions=5
   prefetch    fetch and convert weights and prompts: tracedraft prefetch target=smollm2-135m workload=gsm8k

@@ -75,8 +75,9 @@ def arm_numbers(repetitions: list[list[Response]]) -> dict[str, Any]:
 def ratio(done: list[Answers], ours: str, other: str) -> dict[str, Any] | None:
     """How many times as fast as the other arm ours made a token, by repetition; None without one of them.
 
-    Its ``interval``, of 95 %, is over prompts, all repetitions of one together: other prompts would have moved the
-    ratio by as much, which repetitions of the same ones can't show. None for too few.
+    Its ``interval``, of 95 %, is over prompts, all repetitions of one together: how far other prompts would move it,
+    which repetitions of the same ones can't show. None for too few. Of a learner that keeps what it learns it is too
+    narrow, since each prompt comes after the same others.
     """
     if not {ours, other} <= done[0].keys():
         return None

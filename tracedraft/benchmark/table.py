@@ -80,5 +80,5 @@ def between(
     """A median with its quartiles, or what else is said to bound it, where there are any."""
     if found is None:
         return MISSING
-    around = [number(times * bound, digits) for bound in found[bounds] or []]
+    around = [number(times * bound, digits) for bound in found.get(bounds) or []]
     return number(times * found["median"], digits, unit) + (f" [{', '.join(around)}]" if around else "")

@@ -30,12 +30,13 @@ OTHER_OUT = (
 def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
     """Raises UserError when the folder holds what was made with other settings."""
     file = folder / "settings.json"
-    if file.exists() and (kept := json.loads(file.read_text())) != settings:
-        raise UserError(f"{folder} was made with other settings ({', '.join(differing(kept, settings))}): {instead}")
+    if file.exists() and (others := differing(json.loads(file.read_text()), settings)):
+        raise UserError(f"{folder} was made with other settings ({', '.join(others)}): {instead}")
     write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"), instead)
 
 
 def differing(a: Any, b: Any, key: str = "") -> list[str]:
+    """Settings that are not alike; a key that came later counts as null before."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [d for k in sorted(a | b) for d in differing(a.get(k), b.get(k), f"{key}.{k}".lstrip("."))]
     return [] if a == b else [f"{key}={json.dumps(a)}, now {json.dumps(b)}"]

@@ -52,7 +52,8 @@ class TrainingSpec(ABC):
     """How to train.
 
     Attributes:
-        init: a trained draft to go on from, its shape and vocabulary with it; None: a new one.
+        init: a trained draft to go on from, with its vocabulary and, unless it is widened, its shape; None: a new
+            one.
         after: the folder of an earlier training, whose last weights and moments to go on from instead.
         loss: "ce", soft cross-entropy, or "lk", -log of the mass that rejection sampling accepts.
         epochs, batch, length: passes over the corpus; rows of ``length`` tokens an optimiser step.
