@@ -144,6 +144,16 @@ def test_keys_of_one_name_are_told_apart_and_other_adapters_do_not_count(tmp_pat
     assert settings == ["seed=0 workload.seed=0", "seed=1 workload.seed=2", "seed=5 workload.seed=5"]
 
 
+def test_options_of_a_group_are_told_apart_by_name_and_by_what_differs_beside_it(tmp_path):
+    make_sweep(tmp_path, ["0", "1", "2"])
+    chain, tree = {"name": "chain", "_target_": "a.Chain", "chain_length": 5}, {"name": "tree", "_target_": "a.Tree"}
+    for name, decode in (("0", chain | {"top_k": 0}), ("1", tree | {"top_k": 0}), ("2", tree | {"top_k": 9})):
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary(adapter="reset")))
+        OmegaConf.save({"decode": decode}, tmp_path / name / "config.yaml")
+    settings = [r["settings"] for r in read_runs(runs_of(tmp_path))[0]]
+    assert settings == ["decode=chain top_k=0", "decode=tree top_k=0", "decode=tree top_k=9"]
+
+
 def test_without_varied_settings_there_is_no_such_column(tmp_path):
     make_sweep(tmp_path, ["0_a", "1_b"])
     assert "settings" not in result_markdown(read_runs(runs_of(tmp_path))[0])

@@ -196,23 +196,35 @@ def settings_of(run: Path) -> dict[str, Any]:
 def varied(rows: list[dict[str, Any]]) -> list[str]:
     """What tells each row from others of its workload and adapter: the keys whose values differ, as ``key=value``.
 
+    Of a group whose options differ, the option, and no key that is the same wherever it is chosen.
+
     Args:
         rows: with their run's ``config`` by dotted key.
     """
     alike: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     for each in rows:
         alike.setdefault((each["workload"], each["adapter"]), []).append(each["config"])
-    keys = sorted(
-        {
-            key
-            for configs in alike.values()
-            for key in set().union(*configs)
-            if len({repr(config.get(key)) for config in configs}) > 1
-        }
-    )
+    differ = {
+        key
+        for configs in alike.values()
+        for key in set().union(*configs)
+        if len({repr(config.get(key)) for config in configs}) > 1
+    }
+    keys = sorted(key for key in differ if not _told_by_option(key, differ, [r["config"] for r in rows]))
     short = Counter(key.rpartition(".")[2] for key in keys)
     names = {key: key if short[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
+    names |= {key: key.removesuffix(".name") for key in keys if key.endswith(".name")}
     return [" ".join(f"{names[key]}={r['config'][key]}" for key in keys if key in r["config"]) for r in rows]
+
+
+def _told_by_option(key: str, differ: set[str], configs: list[dict[str, Any]]) -> bool:
+    name = f"{key.partition('.')[0]}.name"
+    if name not in differ or key == name:
+        return False
+    values: dict[Any, set[str]] = {}
+    for config in configs:
+        values.setdefault(config.get(name), set()).add(repr(config.get(key)))
+    return all(len(found) == 1 for found in values.values())
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
