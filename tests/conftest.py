@@ -51,6 +51,10 @@ SHORT = {
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+# Read when Triton is first imported: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Scripts start jobs in the background with SIGINT ignored. Runs that the tests start would inherit that, and could
 # not be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -202,7 +202,7 @@ def test_kl_gradient_is_zero_at_the_teacher():
     p = head.logits(features).softmax(-1)
     rows = Rows(features, p, negentropy(p), torch.arange(len(p)))
     batch = Batch(rows, torch.full((5,), 0.2))
-    loss, residual, _, _ = kl_gradient(batch, head.norm, head.eps, 1.0, lambda x: x @ head.weight.t())
+    loss, residual, _, _ = kl_gradient(batch, head.norm, head.eps, 1.0, lambda x: x @ head.weight.t(), torch.float32)
     assert abs(loss) < 1e-6  # differences of fp32 sums of order 3
     assert residual.abs().max() < 1e-6
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tracedraft.adapters.form import Form
-from tracedraft.adapters.objective import Batch, Factors, factors, gain_gradient, kl_gradient
+from tracedraft.adapters.objective import Batch, Factors, factors, gain_gradient, kl_gradient, residual_dtype
 from tracedraft.adapters.optim import Master, Rule
 from tracedraft.types import OutputHead
 
@@ -44,10 +42,13 @@ class Dense(Form):
             at |= {key: master.weights.latest for key, master in self.masters.items()}
         gain, weight, scale = at["norm"].flatten(), at["weight"], batch.scale(self._temperature)
         loss, residual, normed, unit = kl_gradient(
-            batch, gain, self._head.eps, self._temperature, lambda x: x.to(weight.dtype) @ weight.t()
+            batch,
+            gain,
+            self._head.eps,
+            self._temperature,
+            lambda x: x.to(weight.dtype) @ weight.t(),
+            residual_dtype(self._head),
         )
-        if self._head.weight.dtype == torch.bfloat16:
-            residual = residual.bfloat16()  # a third of the time; fp16 has no room for small entries
         gradients = {}
         if "weight" in self.masters:
             gradients["weight"] = factors(residual, normed * scale, self._skip)

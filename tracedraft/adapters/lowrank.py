@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tracedraft.adapters.form import Form
-from tracedraft.adapters.objective import Batch, Factors, factors, kl_gradient
+from tracedraft.adapters.objective import Batch, Factors, factors, kl_gradient, residual_dtype
 from tracedraft.adapters.optim import Master, Rule
 from tracedraft.types import OutputHead
 
@@ -65,10 +65,13 @@ class LowRank(Form):
     def gradients(self, batch: Batch) -> tuple[float, dict[str, Factors]]:
         dtype = self._head.weight.dtype
         loss, residual, normed, _ = kl_gradient(
-            batch, self._head.norm, self._head.eps, self._temperature, lambda x: self._head.project(x.to(dtype))
+            batch,
+            self._head.norm,
+            self._head.eps,
+            self._temperature,
+            lambda x: self._head.project(x.to(dtype)),
+            residual_dtype(self._head),
         )
-        if dtype == torch.bfloat16:
-            residual = residual.bfloat16()
         self._batch, self._normed = batch, normed
         return loss, {"weight": factors(residual, normed * batch.scale(self._temperature), 0.0)}
 

@@ -33,14 +33,7 @@ class Window:
         Args:
             numbers: where each position gets its id from.
         """
-        size, hidden = head.weight.shape
-        blank = torch.empty(0, dtype=torch.float32, device=head.weight.device)
-        self._rows = Rows(
-            blank.new_empty(capacity, hidden),
-            blank.new_empty(capacity, size),
-            blank.new_empty(capacity),
-            torch.empty(capacity, dtype=torch.long, device=blank.device),
-        )
+        self._rows = Rows.blank(capacity, head)
         self._numbers = numbers
         self._carries = torch.zeros(capacity, dtype=torch.bool)
         self._mass = torch.zeros(capacity)
@@ -78,23 +71,30 @@ class Window:
         """Ask the teachers of the positions that still wait for it."""
         if not self._waiting:
             return
-        pieces: dict[int, tuple[Evidence, list[int]]] = {}
-        slots: dict[int, list[int]] = {}
+        pieces: dict[int, tuple[Evidence, list[int], list[int]]] = {}
         for slot, (evidence, row) in self._waiting.items():
-            pieces.setdefault(id(evidence), (evidence, []))[1].append(row)
-            slots.setdefault(id(evidence), []).append(slot)
+            _, rows, slots = pieces.setdefault(id(evidence), (evidence, [], []))
+            rows.append(row)
+            slots.append(slot)
         self._waiting = {}
-        device = self._rows.features.device
-        indexed = [(evidence, torch.tensor(rows, device=device)) for evidence, rows in pieces.values()]
-        logits = torch.cat([evidence.teacher(index) for evidence, index in indexed])
-        at = torch.tensor([slot for some in slots.values() for slot in some], device=device)
+        asked = [evidence for evidence, _, _ in pieces.values()]
+        slots = [slot for _, _, some in pieces.values() for slot in some]
+        rows = [row for _, some, _ in pieces.values() for row in some]
+        # One way to the device for all of it and one back: for each a GPU's host waits.
+        numbers = torch.tensor(
+            [rows, slots, list(itertools.islice(self._numbers, len(slots)))], device=self._rows.features.device
+        )
+        indices = numbers[0].split([len(some) for _, some, _ in pieces.values()])
+        logits = torch.cat([evidence.teacher(index) for evidence, index in zip(asked, indices, strict=True)])
         p, negent, carries, mass = teacher_rows(logits, self._vocab, self._temperature)
-        self._rows.features[at] = torch.cat([e.features.index_select(0, index) for e, index in indexed]).float()
+        features = [evidence.features.index_select(0, index) for evidence, index in zip(asked, indices, strict=True)]
+        at = numbers[1]
+        self._rows.features[at] = torch.cat(features).float()
         self._rows.teacher[at] = p
         self._rows.negentropy[at] = negent
-        self._rows.ids[at] = _numbered(len(at), self._numbers).to(device)
-        self._carries[at.cpu()] = carries.cpu()
-        self._mass[at.cpu()] = mass.cpu()
+        self._rows.ids[at] = numbers[2]
+        known = torch.stack((carries.to(mass.dtype), mass)).cpu()
+        self._carries[slots], self._mass[slots] = known[0].bool(), known[1]
 
     def index(self) -> Tensor:
         """Slots [m] of the positions that carry loss, on the CPU."""
@@ -159,9 +159,5 @@ class Replay:
         teacher = self._teacher[at].float()
         # Rounding to the head's dtype leaves a sum a little off 1.
         teacher /= teacher.sum(-1, keepdim=True)
-        ids = _numbered(len(at), self._numbers).to(at)
+        ids = torch.tensor(list(itertools.islice(self._numbers, len(at))), dtype=torch.long, device=at.device)
         return Rows(self._features[at].float(), teacher, negentropy(teacher), ids)
-
-
-def _numbered(count: int, numbers: Iterator[int]) -> Tensor:
-    return torch.tensor(list(itertools.islice(numbers, count)), dtype=torch.long)

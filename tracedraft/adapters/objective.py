@@ -13,6 +13,7 @@ derivative with respect to the logits, so autograd and a [D, H] gradient are not
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from tracedraft.types import OutputHead
+
+Norm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Divergence = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
 
 PADDING = 8  # batches have a multiple of this many positions
 ROUNDED = 512  # and steps that leave out rows of the head a multiple of this many rows
@@ -45,6 +49,14 @@ class Rows:
 
     def _parts(self) -> tuple[Tensor, ...]:
         return self.features, self.teacher, self.negentropy, self.ids
+
+    @staticmethod
+    def blank(count: int, head: OutputHead) -> Rows:
+        """Room for ``count`` positions of a draft with that head, all zero."""
+        size, hidden = head.weight.shape
+        like = torch.zeros(0, dtype=torch.float32, device=head.weight.device)
+        ids = torch.zeros(count, dtype=torch.long, device=like.device)
+        return Rows(like.new_zeros(count, hidden), like.new_zeros(count, size), like.new_zeros(count), ids)
 
     @staticmethod
     def cat(pieces: list[Rows]) -> Rows:
@@ -150,7 +162,12 @@ def weighted(sources: dict[str, tuple[Rows, float]]) -> Batch:
 
 
 def kl_gradient(
-    batch: Batch, gain: Tensor, eps: float, temperature: float, project: Callable[[Tensor], Tensor]
+    batch: Batch,
+    gain: Tensor,
+    eps: float,
+    temperature: float,
+    project: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
 ) -> tuple[float, Tensor, Tensor, Tensor]:
     """Loss and the parts of its gradient.
 
@@ -160,20 +177,47 @@ def kl_gradient(
         eps: RMSNorm epsilon.
         temperature: T.
         project: the head, [n, H] → [n, D], at its own precision.
+        dtype: of R, see ``residual_dtype``.
 
     Returns:
-        L; R [n, D]; x [n, H]; f / rms(f) [n, H]; all fp32.
+        L; R [n, D]; x [n, H]; f / rms(f) [n, H]; fp32 but for R.
     """
-    f = batch.rows.features
-    unit = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
-    normed = unit * gain.float()
-    z = project(normed).float().div_(temperature)
+    norm, divergence = operators(batch.rows.features.device)
+    unit, normed = norm(batch.rows.features, gain, eps)
+    cross, residual = divergence(project(normed), batch.rows.teacher, temperature, dtype)
+    return _mean_kl(batch, cross, temperature), residual, normed, unit
+
+
+def residual_dtype(head: OutputHead) -> torch.dtype:
+    """That of a head in bf16, whose products take a third of the time then; fp16 has no room for small entries."""
+    return torch.bfloat16 if head.weight.dtype is torch.bfloat16 else torch.float32
+
+
+def operators(device: torch.device) -> tuple[Norm, Divergence]:
+    """``rms_norm`` and ``kl``; on a GPU as kernels, unless torch came without Triton (as on Windows)."""
+    if device.type == "cuda" and importlib.util.find_spec("triton"):
+        from tracedraft.adapters import fused
+
+        return fused.rms_norm, fused.kl
+    return rms_norm, kl
+
+
+def rms_norm(features: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """f / rms(f) and x, [n, H] fp32, of f [n, H] fp32 and g [H]."""
+    unit = features * torch.rsqrt(features.square().mean(-1, keepdim=True) + eps)
+    return unit, unit * gain.float()
+
+
+def kl(logits: Tensor, teacher: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Σ p log q [n] fp32, and q - p [n, D] in ``dtype``, of the teacher's p [n, D] fp32 and logits [n, D], which are
+    overwritten where they are fp32."""
+    z = logits.float().div_(temperature)
     z -= z.amax(-1, keepdim=True)
     q = torch.softmax(z, -1)
     # log q from z and the likeliest token, whose z is 0 and whose q can't vanish: a logarithm of every entry would
     # cost as much again.
-    cross = torch.linalg.vecdot(batch.rows.teacher, z) + q.amax(-1).log()
-    return _mean_kl(batch, cross, temperature), q.sub_(batch.rows.teacher), normed, unit
+    cross = torch.linalg.vecdot(teacher, z) + q.amax(-1).log()
+    return cross, q.sub_(teacher).to(dtype)
 
 
 def gain_gradient(residual: Tensor, weight: Tensor, unit: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from tracedraft.adapters import objective
 from tracedraft.adapters.fixed import FixedSpec
 from tracedraft.benchmark.command import each, modes
 from tracedraft.benchmark.numbers import PLAIN
@@ -43,7 +44,8 @@ EAGER = "eager"  # plain decoding in passes that are launched operator by operat
 EAGER_DRAFT = "eager_draft"  # the first mode, its draft launched operator by operator
 ROUND = ("propose", "verify", "observe")
 RESPONSE = 1024  # tokens, of whose time an update may take a share
-COPIES = 20
+COPIES = 20  # and as many gradients
+POSITIONS = 64  # of a gradient: a learner's window
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def benchmark_gpu(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
         draft.static = StaticRolls(draft.allocate, captured=False)
     bench = Bench(spec, target, draft, prompt(spec, size.prompt), Meter(device))
     speed = {"peak": peak(device), "copied": copied(device, size.copy_mib * 2**20)}
+    bandwidth = speed["peak"] or speed["copied"]
     done = measured(bench, decodes, learners, cfg.repetitions)
     result = {
         "dry_run": dry,
@@ -89,7 +92,7 @@ def benchmark_gpu(cfg: DictConfig, folder: Path) -> tuple[dict[str, Any], Path]:
         "size": dict(size),
         "bandwidth": speed,
         "limit": "peak" if speed["peak"] else "copied",
-        "rows": rows(bench, decodes, done, speed["peak"] or speed["copied"], cfg.tau),
+        "rows": rows(bench, decodes, done, bandwidth, cfg.tau) + gradient_rows(bench, bandwidth),
         "tau": cfg.tau,
         "aims": dict(cfg.aims),
         "repetitions": [{arm: numbers(response) for arm, response in made.items()} for made in done],
@@ -198,6 +201,35 @@ def rows(
         share = ms and ms / decoding
         what = f"{name}, an update of {RESPONSE} tokens"
         table.append({"what": what, "kind": "update", "ms": ms, "limit_ms": decoding, "ratio": share})
+    return table
+
+
+def gradient_rows(bench: Bench, bandwidth: float) -> list[dict[str, Any]]:
+    """What an update's gradient begins with, in kernels and operator by operator, beside the least time in which the
+    head is read."""
+    head, meter = bench.draft.head, bench.meter
+    positions = objective.Rows.blank(POSITIONS, head)
+
+    def milliseconds(norm: objective.Norm, divergence: objective.Divergence) -> float:
+        meter.start()
+        _, normed = norm(positions.features, head.norm, head.eps)
+        logits = head.project(normed.to(head.weight.dtype))
+        divergence(logits, positions.teacher, 1.0, objective.residual_dtype(head))
+        return 1e3 * sum(meter.stop().values())
+
+    ways: dict[str, tuple[objective.Norm, objective.Divergence]] = {"operators": (objective.rms_norm, objective.kl)}
+    chosen = objective.operators(bench.target.device)
+    if chosen != ways["operators"]:
+        ways["kernels"] = chosen
+    with torch.no_grad():
+        done = [{way: milliseconds(*functions) for way, functions in ways.items()} for _ in range(COPIES + 1)][1:]
+    limit, table = 1e3 * head.weight.nbytes / bandwidth, []
+    for way, what in (("kernels", f"norm, head and KL of {POSITIONS} positions"), ("operators", "the same unfused")):
+        ms = statistics.median(made[way] for made in done) if way in ways else None
+        reason = None if way in ways else "no GPU, or torch came without Triton"
+        table.append(
+            {"what": what, "kind": way, "ms": ms, "limit_ms": limit, "ratio": ms and limit / ms, "reason": reason}
+        )
     return table
 
 

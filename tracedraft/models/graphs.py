@@ -6,7 +6,8 @@ them; a replay launches all at once. What is captured can't depend on a number t
 tree lie in buffers that each call fills.
 
 This has never run on a GPU: it was written where there was none. What tests show on a CPU is that a pass over
-buffers gives the same bits as the usual one, and that its recorded operators, replayed over other contents, do too.
+buffers gives the same bits as the usual one, that its recorded operators, replayed over other contents, do too, and
+that whole responses do over a device that is pretended, where what a GPU would refuse to capture is refused.
 """
 
 from __future__ import annotations

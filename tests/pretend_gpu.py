@@ -1,0 +1,270 @@
+"""A CUDA device that is none: tensors that say they lie on one and are held to what one would hold them to.
+
+Each wraps a tensor of the CPU, where all is computed, so that results are the CPU's. What a GPU would refuse is
+refused: operators over tensors of both devices, numbers read without a copy, and, while a graph is captured, whatever
+waits for the device or asks the host. A graph's replay runs the captured operators again, on the memory and with the
+numbers of the capture. What is copied to pinned memory comes there when the stream has been waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+ATEN = torch.ops.aten
+GPU = torch.device("cuda", 0)
+CUDA, META = 1, 14  # c10::DeviceType
+C10 = str(Path(torch.__file__).parent / "lib" / "libc10.so")
+MEMORY = 64 * 2**30
+INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
+# Operators whose result, or its size, the host needs.
+WAITING = {
+    ATEN._local_scalar_dense, ATEN.item, ATEN.nonzero, ATEN.masked_select, ATEN.is_nonzero, ATEN.equal, ATEN._unique2,
+}  # fmt: skip
+READING = {torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+class OnGpu(Tensor):
+    """Says that it lies on the device; its numbers are ``inner``'s."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor):
+        with torch.inference_mode(inner.is_inference()):  # a view is of its base's kind, not of the mode
+            made = Tensor._make_wrapper_subclass(
+                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=GPU
+            )
+        made.inner = inner
+        return made
+
+    def __repr__(self, **_) -> str:
+        return f"OnGpu({self.inner!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _dispatched(func, args, kwargs or {})
+
+
+class Graph:
+    """Operators over memory."""
+
+    def __init__(self):
+        self.operators: list[tuple[Any, tuple, dict, Any]] = []
+
+    def replay(self) -> None:
+        DEVICE.replays += 1
+        with torch.inference_mode(), _unwatched():
+            for func, args, kwargs, made in self.operators:
+                again = func(*args, **kwargs)
+                for new, old in zip(tree_flatten(again)[0], tree_flatten(made)[0], strict=True):
+                    if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
+                        old.copy_(new)
+
+
+class Device:
+    """What it was asked to do.
+
+    Attributes:
+        waits: how often the host waited for it, by why.
+        capturing: the graph that operators go to.
+        pending: copies to the host that are on their way.
+    """
+
+    def __init__(self):
+        self.waits: Counter[str] = Counter()
+        self.captures = self.replays = 0
+        self.capturing: Graph | None = None
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def wait(self, why: str) -> None:
+        if self.capturing is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+        self.waits[why] += 1
+        for into, numbers in self.pending:
+            into.copy_(numbers)
+        self.pending = []
+
+    def ran(self, func, args, kwargs, made) -> None:
+        if self.capturing is not None:
+            self.capturing.operators.append((func, args, kwargs, made))
+
+
+DEVICE = Device()
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _dispatched(func, args, kwargs):
+    packet, wanted = func.overloadpacket, kwargs.get("device")
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    ours = [x for x in tensors if isinstance(x, OnGpu)]
+    there = bool(ours) if wanted is None else torch.device(wanted).type == "cuda"
+    if packet is ATEN.copy_:
+        return _copied(func, args, kwargs)
+    if ours:
+        _check(func, args, [x for x in tensors if not isinstance(x, OnGpu)])
+    if packet is ATEN._to_copy and there is not bool(ours):
+        DEVICE.wait(str(func))
+    inner_args, inner_kwargs = tree_map_only(OnGpu, lambda x: x.inner, (args, kwargs))
+    if wanted is not None:
+        inner_kwargs["device"] = torch.device("cpu")
+    inner_kwargs.pop("pin_memory", None)
+    made = func(*inner_args, **inner_kwargs)
+    if not there:
+        return made
+    DEVICE.ran(func, inner_args, inner_kwargs, made)
+    known = {id(x.inner): x for x in ours}  # what is written in place stays the same tensor
+    return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else OnGpu(x), made)
+
+
+def _check(func, args, others: list[Tensor]) -> None:
+    """Of an operator over tensors of the device and ``others``."""
+    packet = func.overloadpacket
+    if packet in WAITING:
+        DEVICE.wait(str(func))
+    if packet in INDEXED:
+        if any(x is not None and (x.dtype is torch.bool or not isinstance(x, OnGpu)) for x in args[1]):
+            DEVICE.wait(f"{func} by a mask, or from the host")
+        others = [x for x in args[:1] if not isinstance(x, OnGpu)]
+    if any(x.dim() for x in others):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+
+
+def _copied(func, args, kwargs):
+    into, numbers = args[:2]
+    here, there = (isinstance(x, OnGpu) for x in (numbers, into))
+    inner = [x.inner if isinstance(x, OnGpu) else x for x in (into, numbers)]
+    if here and not there and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
+        DEVICE.pending.append((into, inner[1].clone()))
+        return into.fill_(-1)  # what was there, for all that the host can tell
+    if here is not there and numbers.dim():
+        DEVICE.wait("copy_ between devices")
+    func(*inner)
+    if there:
+        DEVICE.ran(func, tuple(inner), {}, inner[0])
+    return into
+
+
+class Operators(TorchDispatchMode):
+    """For those that make tensors of the device from nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _dispatched(func, args, kwargs or {})
+
+
+def _numbered(x):
+    """The current device by its number, which torch would ask the driver for."""
+    return GPU if isinstance(x, str | torch.device) and str(x) == "cuda" else x
+
+
+class Calls(TorchFunctionMode):
+    """For what goes past the dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = tuple(_numbered(x) for x in args)
+        kwargs = {name: _numbered(x) for name, x in (kwargs or {}).items()}
+        if func is torch._has_compatible_shallow_copy_type:
+            return False  # or a module's tensor would be moved by writing over what it is
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            return func(*args, **kwargs | {"device": "cpu"}).to(GPU)
+        if args and isinstance(args[0], OnGpu):
+            if func is torch.Tensor.new_tensor:
+                return torch.tensor(args[1], **{"dtype": args[0].dtype} | kwargs).to(GPU)
+            if func is torch.Tensor.tolist:
+                return args[0].cpu().tolist()
+            if func in READING:
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return func(*args, **kwargs)
+
+
+class Generator(torch.Generator):
+    """Of the device's numbers, which are the CPU's."""
+
+    def __new__(cls, device: object = None):
+        return super().__new__(cls)
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False):
+        self.at = 0.0
+
+    def record(self, stream=None) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        DEVICE.wait("synchronize")
+
+
+@contextlib.contextmanager
+def _graph(graph: Graph) -> Iterator[None]:
+    DEVICE.wait("capture")
+    DEVICE.captures += 1
+    DEVICE.capturing = graph
+    try:
+        yield
+    finally:
+        DEVICE.capturing = None
+
+
+def _guard_devices() -> None:
+    """Without a driver nothing says which CUDA device is the current one, which torch asks before it dispatches. What
+    says so of devices without numbers, the meta device's, does as well."""
+    kinds = (ctypes.c_void_p * (META + 1)).in_dll(ctypes.CDLL(C10), "_ZN3c104impl26device_guard_impl_registryE")
+    kinds[CUDA] = kinds[META]
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[Device]:
+    """A CUDA device, where there is none."""
+    DEVICE.__init__()
+    _guard_devices()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stands_in in {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_name": lambda device=None: "pretended",
+            "get_device_properties": lambda device=None: SimpleNamespace(total_memory=MEMORY),
+            "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+            "synchronize": lambda device=None: DEVICE.wait("synchronize"),
+            "empty_cache": lambda: None,
+            "device": lambda device: contextlib.nullcontext(),
+            "device_of": lambda x: contextlib.nullcontext(),
+            "current_stream": lambda device=None: Stream(),
+            "stream": lambda stream: contextlib.nullcontext(),
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": _graph,
+        }.items():
+            patch.setattr(torch.cuda, name, stands_in)
+        patch.setattr(torch, "Generator", Generator)
+        with Operators(), Calls():
+            yield DEVICE

@@ -1,0 +1,251 @@
+"""What runs on CUDA alone, over a device that is pretended: the same answers, on one device, at one wait a round."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pretend_gpu
+import pytest
+import torch
+from checkpoints import load, saved
+from conftest import CPU, auto, chain, golden_folder, tiny, tree
+from decode_cases import FIXED, PROMPT, adapter_spec, lens, lm
+from pretend_gpu import GPU, pretended
+from run_cases import CHAT, SAMPLED, composed, untimed
+from test_bench_gpu import composed as bench_composed
+
+from tracedraft.adapters import objective
+from tracedraft.benchmark.gpu import benchmark_gpu
+from tracedraft.decode import respond, respond_plainly
+from tracedraft.drafts.static import StaticRolls
+from tracedraft.interfaces import Draft
+from tracedraft.measure import measure
+from tracedraft.meter import Meter
+from tracedraft.models import eagle3
+from tracedraft.models.graphs import StaticPasses
+from tracedraft.target import LlamaTarget
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not Path(pretend_gpu.C10).exists(), reason="pretends a GPU on Linux without one"
+)
+
+
+@pytest.fixture
+def device():
+    with pretended() as found:
+        yield found
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """Triton's interpreter can't read what is pretended. That its kernels do what these do is tested elsewhere."""
+    monkeypatch.setattr(objective, "operators", lambda device: (objective.rms_norm, objective.kl))
+
+
+def on(where: torch.device, dtype: str) -> LlamaTarget:
+    """A target there; on the CPU in passes over buffers, as those that graphs are captured of."""
+    usual = tiny(dtype).target
+    target = LlamaTarget(copy.deepcopy(usual.model).to(where), usual.taps, usual.eos_ids, usual.context)
+    if where is CPU:
+        target.static = StaticPasses(target.model, target.taps, captured=False)
+    return target
+
+
+def answers(where: torch.device, dtype: str, kind: Callable[[LlamaTarget], Draft], adapter, spec) -> list:
+    """Two conversations, the second over what the first has captured, and one without a draft."""
+    target = on(where, dtype)
+    draft = kind(target)
+    if where is CPU:
+        draft.static = StaticRolls(draft.allocate, captured=False)
+    learner, meter, seen = adapter.build(draft.head, 0), Meter(where), []
+    for key in range(2):
+        learner.begin_conversation()
+        made = respond(target, draft, learner, PROMPT, spec, key, meter)
+        committed = [update.committed for update in made.updates]
+        seen.append((made.tokens, made.accepted_per_round, committed))
+    return [*seen, respond_plainly(target, PROMPT, spec, 0, meter).tokens]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.cat((x, torch.ones(3))),
+        lambda x: torch.ones(3).add_(x),
+        lambda x: x.numpy(),
+        lambda x: torch.nn.functional.linear(x, torch.ones(2, 3)),
+    ],
+    ids=["sum", "cat", "in place", "numpy", "product"],
+)
+def test_two_devices_do_not_mix(device, action):
+    x = torch.ones(3, device="cuda")
+    with pytest.raises((RuntimeError, TypeError), match=r"same device|convert cuda"):
+        action(x)
+    assert (x + torch.ones(())).tolist() == [2.0] * 3, "numbers are passed along"
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 1],
+        lambda x: torch.tensor([1.0], device="cuda"),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: torch.cuda.synchronize(),
+    ],
+    ids=["item", "tolist", "nonzero", "mask", "tensor", "copy", "synchronize"],
+)
+def test_what_waits_can_t_be_captured(device, action):
+    x = torch.ones(3, device="cuda")
+    action(x)
+    assert device.waits.total() >= 1
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        action(x)
+
+
+def test_a_replay_sees_new_contents_and_old_numbers(device):
+    x, number = torch.zeros(3, device="cuda"), 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = (x + number)[1:]
+        x.mul_(2)
+    x.fill_(5)
+    number = 100
+    graph.replay()
+    assert (made.tolist(), x.tolist()) == ([6.0, 6.0], [10.0] * 3)
+
+
+def test_pinned_memory_is_filled_when_the_stream_was_waited_for(device):
+    pinned = torch.empty(2, pin_memory=True)
+    pinned.copy_(torch.ones(2, device="cuda"), non_blocking=True)
+    assert pinned.tolist() == [-1.0, -1.0]
+    torch.cuda.current_stream().synchronize()
+    assert pinned.tolist() == [1.0, 1.0]
+
+
+# What is the same
+
+SHAPES = [(chain, {}), (tree, {}), (auto, {"confident": False}), (auto, {"confident": True})]
+SAMPLING = {"float32": {}, "bfloat16": {"temperature": 0.7, "top_p": 0.95}}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(lens, "float32"), (lm, "bfloat16")], ids=["lens", "lm"])
+@pytest.mark.parametrize(("shape", "changes"), SHAPES, ids=["chain", "tree", "auto", "confident"])
+def test_answers_are_the_cpu_s(dtype, kind, shape, changes):
+    asked = (dtype, kind, FIXED, shape(max_new_tokens=24, **changes, **SAMPLING[dtype]))
+    expected = answers(CPU, *asked)
+    with pretended() as device:
+        assert answers(GPU, *asked) == expected
+    assert device.replays > device.captures > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("reset", tree), ("persistent", chain), ("reset_lowrank", tree), ("reset_published", chain)]
+)
+def test_so_they_are_while_the_draft_learns(operators, name, shape):
+    asked = ("bfloat16", lens, adapter_spec(name), shape(max_new_tokens=24, temperature=0.7))
+    expected = answers(CPU, *asked)
+    with pretended():
+        assert answers(GPU, *asked) == expected
+    assert any(itertools.chain.from_iterable(committed for _, _, committed in expected[:2]))
+
+
+def test_so_they_are_by_rejection():
+    asked = ("float32", lm, FIXED, chain(max_new_tokens=24, temperature=1.0, acceptance="rejection"))
+    expected = answers(CPU, *asked)
+    with pretended():
+        assert answers(GPU, *asked) == expected
+
+
+def test_whole_runs_are(operators, tmp_path):
+    """Loading, warming up, each arm, an audit and the summary."""
+    overrides = (*CHAT, *SAMPLED, "adapter=reset", "workload.limit=1", "workload.max_turns=1", "plain=true")
+    measure(composed(*overrides), tmp_path / "cpu", None)
+    with pretended():
+        measure(composed(*overrides, "target.device=cuda"), tmp_path / "gpu", None)
+    ours, theirs = ([arms(record) for record in untimed(tmp_path / name)] for name in ("cpu", "gpu"))
+    assert ours == theirs
+    summary = json.loads((tmp_path / "gpu" / "summary.json").read_text())
+    assert summary["lossless"] is True
+    assert summary["provenance"]["hardware"]["gpus"] == ["pretended"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_are_loaded_there(tmp_path, dtype):
+    """Of a target in shards, and of a published draft."""
+    saved(tmp_path / "target", shard="100KB", head_dim=8)
+    expected = load(tmp_path / "target", dtype=dtype).model.state_dict()
+    draft = golden_folder("eagle3_tiny", tmp_path / "draft")
+    drafted = eagle3.load(draft, getattr(torch, dtype), "cpu").state_dict()
+    with pretended():
+        for made, wanted in (
+            (load(tmp_path / "target", dtype=dtype, device="cuda").model.state_dict(), expected),
+            (eagle3.load(draft, getattr(torch, dtype), "cuda").state_dict(), drafted),
+        ):
+            assert {name: tensor.device for name, tensor in made.items()} == dict.fromkeys(wanted, GPU)
+            assert all(torch.equal(tensor.cpu(), wanted[name]) for name, tensor in made.items())
+
+
+def arms(record: dict) -> list:
+    return [[(arm["tokens"], arm["accepted"]) for arm in turn["arms"].values()] for turn in record["turns"]]
+
+
+def test_auto_plans_there(tmp_path):
+    short = ("workload.limit=1", "decode.max_new_tokens=8", f"paths.cache={tmp_path}")
+    with pretended():
+        overrides = ("adapter=fixed", "decode=auto", "target.device=cuda", *short)
+        measure(composed(*overrides), tmp_path / "gpu", None)
+    plan = json.loads((tmp_path / "gpu" / "summary.json").read_text())["provenance"]["plan"]
+    assert all(second > 0 for way in plan["ways"] for second in way["seconds"])
+
+
+def test_the_gpu_s_bench_is_no_dry_run_there(operators, tmp_path):
+    size = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "layers": 7, "heads": 4, "kv_heads": 2}
+    small = size | {"head_dim": 8, "draft_vocab_size": 128, "context": 256}
+    overrides = [f"pair.{key}={value}" for key, value in small.items()]
+    cfg = bench_composed(*overrides, "size.prompt=16", "size.max_new_tokens=20", "size.copy_mib=1")
+    with pretended():
+        result, _ = benchmark_gpu(cfg, tmp_path)
+    assert not result["dry_run"]
+    assert {row["kind"] for row in result["rows"]} >= {"plain", "verify", "propose", "round", "update"}
+    assert all(row["ms"] > 0 for row in result["rows"] if row["ms"] is not None)
+
+
+# How often it is waited for
+
+
+class Waits(Meter):
+    """Before each round of a response."""
+
+    def __init__(self, device: pretend_gpu.Device):
+        super().__init__(GPU)
+        self.device, self.before, self.updates = device, [], []
+
+    def phase(self, name: str):
+        if name == "update":
+            self.before.append(self.device.waits.total() - self.device.captures)
+        return super().phase(name)
+
+
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_a_round_waits_once_and_an_update_six_times(operators, device, shape):
+    """In one for what its positions are, in one for which of them carry loss, in one for those that do; for the loss,
+    the norm of the gradient, and how many rows of the head are worth a step."""
+    target = on(GPU, "bfloat16")
+    draft, every = lens(target), 6
+    learner, meter = adapter_spec("reset", every=every).build(draft.head, 0), Waits(device)
+    learner.begin_conversation()
+    made = respond(target, draft, learner, PROMPT, shape(max_new_tokens=32), 0, meter)
+    waits = Counter(after - before for before, after in itertools.pairwise(meter.before))
+    assert waits.keys() == {1, 7}
+    assert waits[7] == sum(update.round + 1 < len(meter.before) for update in made.updates) > 2
