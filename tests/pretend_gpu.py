@@ -9,11 +9,9 @@ numbers of the capture. What is copied to pinned memory comes there when the str
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,19 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 ATEN = torch.ops.aten
 GPU = torch.device("cuda", 0)
-CUDA, META = 1, 14  # c10::DeviceType
-C10 = str(Path(torch.__file__).parent / "lib" / "libc10.so")
 MEMORY = 64 * 2**30
 INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
 # Operators whose result, or its size, the host needs.
 WAITING = {
     ATEN._local_scalar_dense, ATEN.item, ATEN.nonzero, ATEN.masked_select, ATEN.is_nonzero, ATEN.equal, ATEN._unique2,
 }  # fmt: skip
+LOAD, AUTOCAST, PRECISION = torch.load, torch.is_autocast_enabled, torch.get_autocast_dtype
+PARSE = torch._C._nn._parse_to
+MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+WRITING = {torch.Tensor.untyped_storage, torch.Tensor.__reduce_ex__}  # as files are, by way of the host
 READING = {torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -41,12 +40,14 @@ class OnGpu(Tensor):
     """Says that it lies on the device; its numbers are ``inner``'s."""
 
     inner: Tensor
+    device = GPU
+    is_cuda, is_cpu = True, False
 
     @staticmethod
     def __new__(cls, inner: Tensor):
         with torch.inference_mode(inner.is_inference()):  # a view is of its base's kind, not of the mode
             made = Tensor._make_wrapper_subclass(
-                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=GPU
+                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype
             )
         made.inner = inner
         return made
@@ -113,26 +114,24 @@ def _unwatched() -> Iterator[None]:
 
 
 def _dispatched(func, args, kwargs):
-    packet, wanted = func.overloadpacket, kwargs.get("device")
+    """Of an operator, over tensors that are where they are: what moves them is found before it comes here."""
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     ours = [x for x in tensors if isinstance(x, OnGpu)]
-    there = bool(ours) if wanted is None else torch.device(wanted).type == "cuda"
-    if packet is ATEN.copy_:
+    if func.overloadpacket is ATEN.copy_:
         return _copied(func, args, kwargs)
     if ours:
         _check(func, args, [x for x in tensors if not isinstance(x, OnGpu)])
-    if packet is ATEN._to_copy and there is not bool(ours):
-        DEVICE.wait(str(func))
-    inner_args, inner_kwargs = tree_map_only(OnGpu, lambda x: x.inner, (args, kwargs))
-    if wanted is not None:
-        inner_kwargs["device"] = torch.device("cpu")
-    inner_kwargs.pop("pin_memory", None)
+    inner_args, inner_kwargs = tree_map_only(OnGpu, _inner, (args, kwargs))
     made = func(*inner_args, **inner_kwargs)
-    if not there:
+    if not ours:
         return made
     DEVICE.ran(func, inner_args, inner_kwargs, made)
     known = {id(x.inner): x for x in ours}  # what is written in place stays the same tensor
     return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else OnGpu(x), made)
+
+
+def _inner(x: OnGpu) -> Tensor:
+    return x.inner
 
 
 def _check(func, args, others: list[Tensor]) -> None:
@@ -163,36 +162,76 @@ def _copied(func, args, kwargs):
     return into
 
 
-class Operators(TorchDispatchMode):
-    """For those that make tensors of the device from nothing."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return _dispatched(func, args, kwargs or {})
-
-
-def _numbered(x):
-    """The current device by its number, which torch would ask the driver for."""
-    return GPU if isinstance(x, str | torch.device) and str(x) == "cuda" else x
-
-
 class Calls(TorchFunctionMode):
-    """For what goes past the dispatcher."""
+    """What names a device, before torch looks for its driver."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = tuple(_numbered(x) for x in args)
-        kwargs = {name: _numbered(x) for name, x in (kwargs or {}).items()}
+        kwargs = {name: x for name, x in (kwargs or {}).items() if name != "pin_memory"}
+        if func in MOVES:
+            return _moved(func, *args, **kwargs)
+        if func in WRITING and isinstance(args[0], OnGpu):
+            return func(_inner(args[0]), *args[1:], **kwargs)
+        if func in READING and isinstance(args[0], OnGpu):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is torch.Tensor.tolist and isinstance(args[0], OnGpu):
+            return _moved(torch.Tensor.cpu, args[0]).tolist()
         if func is torch._has_compatible_shallow_copy_type:
             return False  # or a module's tensor would be moved by writing over what it is
-        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            return func(*args, **kwargs | {"device": "cpu"}).to(GPU)
-        if args and isinstance(args[0], OnGpu):
-            if func is torch.Tensor.new_tensor:
-                return torch.tensor(args[1], **{"dtype": args[0].dtype} | kwargs).to(GPU)
-            if func is torch.Tensor.tolist:
-                return args[0].cpu().tolist()
-            if func in READING:
-                raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        return func(*args, **kwargs)
+        sent = func in (torch.tensor, torch.as_tensor)
+        if func is torch.Tensor.new_tensor and isinstance(args[0], OnGpu):
+            kwargs = {"device": GPU, "dtype": args[0].dtype} | kwargs
+            func, args, sent = torch.tensor, args[1:], True
+        if kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        return _made(func, args, kwargs, sent)
+
+
+def _made(func, args, kwargs, sent: bool):
+    """A tensor on a device that is named; ``sent``: of numbers that the host has."""
+    there = torch.device(kwargs["device"]).type == "cuda"
+    args, kwargs = tree_map_only(OnGpu, _inner, (args, kwargs | {"device": "cpu"}))
+    if sent and there:
+        DEVICE.wait(str(func))
+    made = func(*args, **kwargs)
+    if not there:
+        return made
+    DEVICE.ran(func, args, kwargs, made)
+    return OnGpu(made)
+
+
+def _parsed(*args, **kwargs):
+    """(device, dtype, …) of what ``to`` was given, which may be a tensor whose are meant."""
+    if args and isinstance(args[0], OnGpu):
+        args = (GPU, args[0].dtype, *args[1:])
+    return PARSE(*args, **kwargs)
+
+
+def _moved(func, x: Tensor, *args, copy: bool = False, **kwargs) -> Tensor:
+    """``x.to(…)``, ``x.cpu()`` and ``x.cuda()``."""
+    if func is torch.Tensor.to:
+        device, dtype, *_ = _parsed(*args, **kwargs)
+    else:
+        device, dtype = torch.device("cpu" if func is torch.Tensor.cpu else GPU), None
+    here = isinstance(x, OnGpu)
+    there = here if device is None else device.type == "cuda"
+    if here is not there:
+        DEVICE.wait(str(func))
+        x = _inner(x).detach().clone() if here else OnGpu(x.detach().clone())
+    return torch.Tensor.to(x, dtype or x.dtype, copy=copy)
+
+
+class Autocast(torch.autocast):
+    """The device's is the CPU's, as all that it computes."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True):
+        super().__init__("cpu", dtype, enabled)
+
+
+def _loaded(file, map_location=None, **kwargs):
+    """``torch.load``."""
+    there = map_location is not None and torch.device(map_location).type == "cuda"
+    found = LOAD(file, map_location="cpu", **kwargs)
+    return tree_map_only(Tensor, OnGpu, found) if there else found
 
 
 class Generator(torch.Generator):
@@ -232,18 +271,10 @@ def _graph(graph: Graph) -> Iterator[None]:
         DEVICE.capturing = None
 
 
-def _guard_devices() -> None:
-    """Without a driver nothing says which CUDA device is the current one, which torch asks before it dispatches. What
-    says so of devices without numbers, the meta device's, does as well."""
-    kinds = (ctypes.c_void_p * (META + 1)).in_dll(ctypes.CDLL(C10), "_ZN3c104impl26device_guard_impl_registryE")
-    kinds[CUDA] = kinds[META]
-
-
 @contextlib.contextmanager
 def pretended() -> Iterator[Device]:
     """A CUDA device, where there is none."""
     DEVICE.__init__()
-    _guard_devices()
     with pytest.MonkeyPatch.context() as patch:
         for name, stands_in in {
             "_lazy_init": lambda: None,
@@ -265,6 +296,14 @@ def pretended() -> Iterator[Device]:
             "graph": _graph,
         }.items():
             patch.setattr(torch.cuda, name, stands_in)
-        patch.setattr(torch, "Generator", Generator)
-        with Operators(), Calls():
+        for name, stands_in in {
+            "Generator": Generator,
+            "autocast": Autocast,
+            "is_autocast_enabled": lambda kind: AUTOCAST("cpu"),
+            "get_autocast_dtype": lambda kind: PRECISION("cpu"),
+            "load": _loaded,
+        }.items():
+            patch.setattr(torch, name, stands_in)
+        patch.setattr(torch._C._nn, "_parse_to", _parsed)
+        with Calls():
             yield DEVICE

@@ -30,14 +30,18 @@ SMALL = (
 )  # fmt: skip
 
 
-def composed(folder: Path, *overrides: str) -> DictConfig:
+# Of a draft that is a language model, whose vocabulary is the target's.
+SMALL_LM = (*(s for s in SMALL if "draft" not in s), "draft=lm", "training.hidden_size=32", "training.layers=1")
+
+
+def composed(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(shipped_dir("conf")), version_base="1.3"):
-        return compose("train", [*SMALL, f"out={folder}", *overrides])
+        return compose("train", [*small, f"out={folder}", *overrides])
 
 
-def trained(folder: Path, *overrides: str) -> bytes:
-    train_draft(composed(folder, *overrides), folder)
+def trained(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> bytes:
+    train_draft(composed(folder, *overrides, small=small), folder)
     return (folder / "draft" / "model.safetensors").read_bytes()
 
 
