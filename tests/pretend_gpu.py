@@ -1,9 +1,11 @@
 """A CUDA device that is none: tensors that say they lie on one and are held to what one would hold them to.
 
-Each wraps a tensor of the CPU, where all is computed, so that results are the CPU's. What a GPU would refuse is
-refused: operators over tensors of both devices, numbers read without a copy, and, while a graph is captured, whatever
+Each wraps a tensor of the CPU, where all is computed, so that results are the CPU's. Much of what a GPU would refuse
+is refused: operators over tensors of both devices, numbers read without a copy, and, while a graph is captured, what
 waits for the device or asks the host. A graph's replay runs the captured operators again, on the memory and with the
 numbers of the capture. What is copied to pinned memory comes there when the stream has been waited for.
+
+Streams and when memory is free again are not pretended, nor that a capture runs nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ MEMORY = 64 * 2**30
 INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
 # Operators whose result, or its size, the host needs.
 WAITING = {
-    ATEN._local_scalar_dense, ATEN.item, ATEN.nonzero, ATEN.masked_select, ATEN.is_nonzero, ATEN.equal, ATEN._unique2,
+    ATEN._local_scalar_dense, ATEN.item, ATEN.nonzero, ATEN.argwhere, ATEN.masked_select, ATEN.is_nonzero, ATEN.equal,
+    ATEN._unique2, ATEN.unique_consecutive, ATEN.bincount,
 }  # fmt: skip
+# Beside those that go number by number: they take one that the host has.
+FILLING = {ATEN.fill_, ATEN.masked_fill, ATEN.masked_fill_, ATEN.full_like}
 LOAD, AUTOCAST, PRECISION = torch.load, torch.is_autocast_enabled, torch.get_autocast_dtype
 PARSE = torch._C._nn._parse_to
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
@@ -103,6 +108,10 @@ class Device:
         if self.capturing is not None:
             self.capturing.operators.append((func, args, kwargs, made))
 
+    def known(self, x: Tensor) -> Tensor:
+        """``x`` of the host as an operator takes it: a capture keeps the number that it was."""
+        return x.clone() if self.capturing is not None else x
+
 
 DEVICE = Device()
 
@@ -121,7 +130,7 @@ def _dispatched(func, args, kwargs):
         return _copied(func, args, kwargs)
     if ours:
         _check(func, args, [x for x in tensors if not isinstance(x, OnGpu)])
-    inner_args, inner_kwargs = tree_map_only(OnGpu, _inner, (args, kwargs))
+    inner_args, inner_kwargs = tree_map_only(Tensor, _inner if ours else lambda x: x, (args, kwargs))
     made = func(*inner_args, **inner_kwargs)
     if not ours:
         return made
@@ -130,20 +139,23 @@ def _dispatched(func, args, kwargs):
     return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else OnGpu(x), made)
 
 
-def _inner(x: OnGpu) -> Tensor:
-    return x.inner
+def _inner(x: Tensor) -> Tensor:
+    return x.inner if isinstance(x, OnGpu) else DEVICE.known(x)
 
 
 def _check(func, args, others: list[Tensor]) -> None:
     """Of an operator over tensors of the device and ``others``."""
     packet = func.overloadpacket
-    if packet in WAITING:
+    counted = packet is ATEN.repeat_interleave and len(args) > 1 and isinstance(args[1], Tensor)
+    if packet in WAITING or counted or (packet is ATEN.where and len(args) == 1):
         DEVICE.wait(str(func))
     if packet in INDEXED:
-        if any(x is not None and (x.dtype is torch.bool or not isinstance(x, OnGpu)) for x in args[1]):
+        at = [x for x in args[1] if x is not None]
+        if any(x.dtype is torch.bool or not isinstance(x, OnGpu) for x in at):
             DEVICE.wait(f"{func} by a mask, or from the host")
-        others = [x for x in args[:1] if not isinstance(x, OnGpu)]
-    if any(x.dim() for x in others):
+        others = [x for x in (args[0], *args[2:3]) if isinstance(x, Tensor) and not isinstance(x, OnGpu)]
+    numbers = torch.Tag.pointwise in func.tags or packet in FILLING | INDEXED
+    if any(x.dim() or not numbers for x in others):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
 
 
@@ -151,10 +163,12 @@ def _copied(func, args, kwargs):
     into, numbers = args[:2]
     here, there = (isinstance(x, OnGpu) for x in (numbers, into))
     inner = [x.inner if isinstance(x, OnGpu) else x for x in (into, numbers)]
-    if here and not there and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
+    unwaited = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
+    if here and not there and unwaited and getattr(into, "pinned", False):
         DEVICE.pending.append((into, inner[1].clone()))
         return into.fill_(-1)  # what was there, for all that the host can tell
-    if here is not there and numbers.dim():
+    # a number of the host goes along with what is launched
+    if here is not there and (here or numbers.dim()):
         DEVICE.wait("copy_ between devices")
     func(*inner)
     if there:
@@ -166,7 +180,14 @@ class Calls(TorchFunctionMode):
     """What names a device, before torch looks for its driver."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {name: x for name, x in (kwargs or {}).items() if name != "pin_memory"}
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            made = func(*args, **kwargs)
+            made.pinned = True
+            return made
+        there = (args and isinstance(args[0], OnGpu)) or torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        if isinstance(kwargs.get("generator"), Generator) and kwargs["generator"].there is not bool(there):
+            raise RuntimeError("expected a generator of the device that the numbers are drawn on")
         if func in MOVES:
             return _moved(func, *args, **kwargs)
         if func in WRITING and isinstance(args[0], OnGpu):
@@ -237,8 +258,12 @@ def _loaded(file, map_location=None, **kwargs):
 class Generator(torch.Generator):
     """Of the device's numbers, which are the CPU's."""
 
-    def __new__(cls, device: object = None):
-        return super().__new__(cls)
+    there: bool
+
+    def __new__(cls, device: torch.device | str = "cpu"):
+        made = super().__new__(cls)
+        made.there = torch.device(device).type == "cuda"
+        return made
 
 
 class Event:

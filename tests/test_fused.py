@@ -3,22 +3,29 @@ takes them. Where there is no GPU, Triton's interpreter runs them."""
 
 from __future__ import annotations
 
+import copy
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import CPU, tiny
-from decode_cases import PROMPT, adapter_spec, lens, respond_with
+from conftest import CPU, chain, tiny
+from decode_cases import PROMPT, adapter_spec, lens
+from pretend_gpu import GPU, pretended
 from test_bench_gpu import SMALL
 
 from tracedraft.adapters import objective
 from tracedraft.benchmark import gpu
+from tracedraft.decode import respond
 from tracedraft.meter import Meter
+from tracedraft.target import LlamaTarget
 
 pytest.importorskip("triton", reason="comes with torch for CUDA; elsewhere: pip install triton")
 fused = pytest.importorskip("tracedraft.adapters.fused")
 
+KERNELS = fused.rms_norm, fused.kl_parts
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # One block of logits and several, each with and without a rest.
 SIZES = [100, fused.BLOCK, 2 * fused.BLOCK, 2 * fused.BLOCK + 1]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # of one number of order 1; bf16 has 8 bits
@@ -28,7 +35,7 @@ def drawn(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits as far apart as a model's, and a teacher that is not theirs."""
     g = torch.Generator().manual_seed(size)
     logits = (6 * torch.randn(5, size, generator=g)).to(dtype)
-    return logits, torch.softmax(4 * torch.randn(5, size, generator=g), -1)
+    return logits.to(DEVICE), torch.softmax(4 * torch.randn(5, size, generator=g), -1).to(DEVICE)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -37,8 +44,8 @@ def drawn(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_kl_is_that_of_the_operators(size, dtype, temperature):
     logits, teacher = drawn(size, dtype)
     for kept in (torch.float32, torch.bfloat16):
-        cross, residual = fused.kl(logits, teacher, temperature, kept)
-        expected = objective.kl(logits.clone(), teacher, temperature, kept)
+        cross, residual = fused.kl_parts(logits, teacher, temperature, kept)
+        expected = objective.kl_parts(logits.clone(), teacher, temperature, kept)
         # A sum of thousands of products of order 10, in another order.
         torch.testing.assert_close(cross, expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(residual, expected[1], rtol=ROUNDING[kept], atol=ROUNDING[kept] * 1e-2)
@@ -49,7 +56,8 @@ def test_kl_is_that_of_the_operators(size, dtype, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_that_of_the_operators(hidden, dtype):
     g = torch.Generator().manual_seed(hidden)
-    features, gain = 3 * torch.randn(7, hidden, generator=g), torch.randn(hidden, generator=g).to(dtype)
+    features = (3 * torch.randn(7, hidden, generator=g)).to(DEVICE)
+    gain = torch.randn(hidden, generator=g).to(DEVICE, dtype)
     for made, expected in zip(
         fused.rms_norm(features, gain, 1e-5), objective.rms_norm(features, gain, 1e-5), strict=True
     ):
@@ -58,18 +66,20 @@ def test_norm_is_that_of_the_operators(hidden, dtype):
 
 def test_views_are_read_where_they_lie():
     logits, teacher = drawn(64, torch.float32)
-    cross, residual = fused.kl(logits.T.contiguous().T, teacher.T.contiguous().T, 1.0, torch.float32)
-    torch.testing.assert_close((cross, residual), fused.kl(logits, teacher, 1.0, torch.float32), rtol=0, atol=0)
+    made = fused.kl_parts(logits.T.contiguous().T, teacher.T.contiguous().T, 1.0, torch.float32)
+    torch.testing.assert_close(made, fused.kl_parts(logits, teacher, 1.0, torch.float32), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, which interprets
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(bad):
-    """Or an update that must be refused would be made; the other rows do not mind."""
+    """As it does to the operators, or an update that must be refused would be made; the other rows do not mind."""
     logits, teacher = drawn(5000, torch.float32)
     logits[1, 4500] = bad
-    cross, _ = fused.kl(logits, teacher, 1.0, torch.float32)
+    expected = objective.kl_parts(logits.clone(), teacher, 1.0, torch.float32)
+    cross, residual = fused.kl_parts(logits, teacher, 1.0, torch.float32)
     assert cross.isfinite().tolist() == [True, False, True, True, True]
+    assert torch.equal(residual.isfinite().all(dim=1), expected[1].isfinite().all(dim=1))
 
 
 @pytest.mark.parametrize("name", ["reset", "reset_lowrank", "persistent"])
@@ -77,13 +87,14 @@ def test_what_is_not_finite_shows(bad):
 def test_a_draft_learns_the_same(name, dtype, monkeypatch):
     """Over a response with an update every other round: the losses, and what is learnt."""
     made = []
-    for functions in (objective.operators(CPU), (fused.rms_norm, fused.kl)):
+    for functions in ((objective.rms_norm, objective.kl_parts), KERNELS):
         monkeypatch.setattr(objective, "operators", lambda device, chosen=functions: chosen)
-        target = tiny(dtype).target
+        usual = tiny(dtype).target
+        target = LlamaTarget(copy.deepcopy(usual.model).to(DEVICE), usual.taps, usual.eos_ids, usual.context)
         draft = lens(target)
         learner = adapter_spec(name, train="head").build(draft.head, 0)
         learner.begin_conversation()
-        response = respond_with(target, draft, learner, PROMPT, max_new_tokens=24)
+        response = respond(target, draft, learner, PROMPT, chain(max_new_tokens=24), 0, Meter(DEVICE))
         losses = [update.loss for update in response.updates if update.committed]
         made.append((response.tokens, losses, learner.drift()["weight"]))
     (tokens, losses, drift), (again, others, other) = made
@@ -94,24 +105,39 @@ def test_a_draft_learns_the_same(name, dtype, monkeypatch):
     assert other == pytest.approx(drift, rel=1e-4 if dtype == "float32" else 1e-2)
 
 
-def test_on_a_gpu_they_are_chosen():
-    assert objective.operators(torch.device("cuda")) == (fused.rms_norm, fused.kl)
-    assert objective.operators(CPU) == (objective.rms_norm, objective.kl)
+def test_on_a_gpu_they_are_chosen(monkeypatch):
+    choose = objective.operators.__wrapped__  # past what it remembers
+    monkeypatch.setattr(fused, "rms_norm", lambda *_: None)
+    with pretended():
+        assert choose(GPU) == (fused.rms_norm, fused.kl_parts)
+    assert choose(CPU) == (objective.rms_norm, objective.kl_parts)
+
+
+def test_where_they_can_t_be_compiled_updates_go_without_and_say_so(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused, "rms_norm", fails)
+    with pretended(), pytest.warns(UserWarning, match="RuntimeError: Failed to find C compiler"):
+        assert objective.operators.__wrapped__(GPU) == (objective.rms_norm, objective.kl_parts)
 
 
 def test_the_gpu_s_bench_times_them_beside_the_operators(monkeypatch):
     target = SMALL.target(CPU)
     bench = gpu.Bench(SMALL, target, SMALL.draft(target), [1] * 12, Meter(CPU))
     kernels, operators = gpu.gradient_rows(bench, 1e9)
-    assert (kernels["ms"], kernels["reason"]) == (None, "no GPU, or torch came without Triton")
+    assert (kernels["ms"], kernels["reason"]) == (None, "there is no GPU")
     assert operators["ratio"] == pytest.approx(operators["limit_ms"] / operators["ms"])
-    monkeypatch.setattr(objective, "operators", lambda device: (fused.rms_norm, fused.kl))
+    monkeypatch.setattr(objective, "operators", lambda device: KERNELS)
     kernels, _ = gpu.gradient_rows(bench, 1e9)
     assert kernels["ms"] > 0
     assert kernels["reason"] is None
 
 
 COMPILE = """
+import subprocess
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -125,15 +151,18 @@ for kernel, types, sizes in (
 ):
     source = ASTSource(fn=kernel, signature=types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": fused.WARPS})
-    assert made.asm["cubin"]
-    # What does not fit in a thread's registers is put in memory that the assembly calls local.
-    assert ".local" not in made.asm["ptx"]
+    Path("kernel.cubin").write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    subprocess.run([tool, "--dump-resource-usage", "kernel.cubin"], check=True)
 """
 
 
 def test_a_compiler_takes_them_for_an_8b_model_s_draft(tmp_path, monkeypatch):
-    """For compute capability 9.0, that of an H200, down to its machine code."""
+    """For compute capability 9.0, that of an H200, down to its machine code, whose registers hold all they must."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    # What registers have no room for is put on a thread's stack.
+    assert re.findall(r"STACK:(\d+)", done.stdout) == ["0", "0"], done.stdout

@@ -43,7 +43,7 @@ def device():
 @pytest.fixture
 def operators(monkeypatch):
     """Triton's interpreter can't read what is pretended. That its kernels do what these do is tested elsewhere."""
-    monkeypatch.setattr(objective, "operators", lambda device: (objective.rms_norm, objective.kl))
+    monkeypatch.setattr(objective, "operators", lambda device: (objective.rms_norm, objective.kl_parts))
 
 
 def on(where: torch.device, dtype: str) -> LlamaTarget:
@@ -81,12 +81,16 @@ def answers(where: torch.device, dtype: str, kind: Callable[[LlamaTarget], Draft
         lambda x: torch.ones(3).add_(x),
         lambda x: x.numpy(),
         lambda x: torch.nn.functional.linear(x, torch.ones(2, 3)),
+        lambda x: x.__setitem__(torch.arange(2, device="cuda"), torch.ones(2)),
+        lambda x: torch.stack((x[0], torch.ones(()))),
+        lambda x: torch.rand(3, device="cuda", generator=torch.Generator()),
+        lambda x: torch.rand(3, generator=torch.Generator("cuda")),
     ],
-    ids=["sum", "cat", "in place", "numpy", "product"],
+    ids=["sum", "cat", "in place", "numpy", "product", "put", "stack", "generator", "its generator"],
 )
 def test_two_devices_do_not_mix(device, action):
     x = torch.ones(3, device="cuda")
-    with pytest.raises((RuntimeError, TypeError), match=r"same device|convert cuda"):
+    with pytest.raises((RuntimeError, TypeError), match=r"same device|convert cuda|generator"):
         action(x)
     assert (x + torch.ones(())).tolist() == [2.0] * 3, "numbers are passed along"
 
@@ -101,8 +105,24 @@ def test_two_devices_do_not_mix(device, action):
         lambda x: torch.tensor([1.0], device="cuda"),
         lambda x: x.copy_(torch.ones(3)),
         lambda x: torch.cuda.synchronize(),
+        lambda x: torch.where(x > 1),
+        lambda x: x.long().bincount(),
+        lambda x: torch.ones(()).copy_(x[0]),
+        lambda x: torch.ones(3).copy_(x, non_blocking=True),
     ],
-    ids=["item", "tolist", "nonzero", "mask", "tensor", "copy", "synchronize"],
+    ids=[
+        "item",
+        "tolist",
+        "nonzero",
+        "mask",
+        "tensor",
+        "to",
+        "synchronize",
+        "where",
+        "bincount",
+        "number",
+        "unpinned",
+    ],
 )
 def test_what_waits_can_t_be_captured(device, action):
     x = torch.ones(3, device="cuda")
@@ -113,15 +133,16 @@ def test_what_waits_can_t_be_captured(device, action):
 
 
 def test_a_replay_sees_new_contents_and_old_numbers(device):
-    x, number = torch.zeros(3, device="cuda"), 1
+    x, number, on_host = torch.zeros(3, device="cuda"), 1, torch.ones(())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = (x + number)[1:]
+        made = (x + number + on_host)[1:]
         x.mul_(2)
     x.fill_(5)
     number = 100
+    on_host.fill_(100)
     graph.replay()
-    assert (made.tolist(), x.tolist()) == ([6.0, 6.0], [10.0] * 3)
+    assert (made.tolist(), x.tolist()) == ([7.0, 7.0], [10.0] * 3)
 
 
 def test_pinned_memory_is_filled_when_the_stream_was_waited_for(device):
@@ -281,14 +302,15 @@ class Waits(Meter):
 
 
 @pytest.mark.parametrize("shape", [chain, tree])
-def test_a_round_waits_once_and_an_update_six_times(operators, device, shape):
-    """In one for what its positions are, in one for which of them carry loss, in one for those that do; for the loss,
-    the norm of the gradient, and how many rows of the head are worth a step."""
+@pytest.mark.parametrize(("name", "count"), [("reset", 6), ("reset_lowrank", 8)])
+def test_a_round_waits_once_and_an_update_so_often(operators, device, shape, name, count):
+    """Reset's for what its positions are, for which of them carry loss, and for those that do; for the loss, the norm
+    of the gradient, and how many rows of the head are worth a step."""
     target = on(GPU, "bfloat16")
     draft, every = lens(target), 6
-    learner, meter = adapter_spec("reset", every=every).build(draft.head, 0), Waits(device)
+    learner, meter = adapter_spec(name, every=every).build(draft.head, 0), Waits(device)
     learner.begin_conversation()
     made = respond(target, draft, learner, PROMPT, shape(max_new_tokens=32), 0, meter)
     waits = Counter(after - before for before, after in itertools.pairwise(meter.before))
-    assert waits.keys() == {1, 7}
-    assert waits[7] == sum(update.round + 1 < len(meter.before) for update in made.updates) > 2
+    assert waits.keys() == {1, 1 + count}
+    assert waits[1 + count] == sum(update.round + 1 < len(meter.before) for update in made.updates) > 2

@@ -1,7 +1,7 @@
 """What surrounds the head's product in an update's gradient, one Triton kernel on each side of it.
 
 Launched one by one, ``objective``'s operators are some twenty, and those after the product each pass over [n, D]
-numbers. Here a kernel reads a position's feature once, and another the logits and the teacher twice. The product
+numbers. Here a kernel reads a position's feature once, and another its logits twice and its teacher once. The product
 itself stays the library's: at a window of positions it is bound by reading the head, which no fusion spares.
 
 This has never run on a GPU: it was written where there was none. What tests show is that Triton's interpreter gets
@@ -35,7 +35,7 @@ def rms_norm_kernel(features, gain, unit, normed, eps, HIDDEN: tl.constexpr, BLO
 
 @triton.jit
 def kl_kernel(logits, teacher, cross, residual, temperature, DRAFTED: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of ``kl`` a program: the mass of exp(z/T) while its largest z/T is found, then what is written."""
+    """A row of ``kl_parts`` a program: the mass of exp(z/T) while its largest z/T is found, then what is written."""
     row = tl.program_id(0).to(tl.int64)
     logits, teacher, residual = logits + row * DRAFTED, teacher + row * DRAFTED, residual + row * DRAFTED
     at = tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def kl_kernel(logits, teacher, cross, residual, temperature, DRAFTED: tl.constex
 
 
 def rms_norm(features: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``objective.rms_norm``."""
+    """As ``objective.rms_norm``: [n, H] of f [n, H] fp32 and g [H]."""
     features = features.contiguous()
     unit, normed = torch.empty_like(features), torch.empty_like(features)
     hidden = features.shape[1]
@@ -65,8 +65,8 @@ def rms_norm(features: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor
     return unit, normed
 
 
-def kl(logits: Tensor, teacher: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As ``objective.kl``, but that the logits stay as they are."""
+def kl_parts(logits: Tensor, teacher: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As ``objective.kl_parts``, of logits and teacher [n, D], but that the logits stay as they are."""
     logits, teacher = logits.contiguous(), teacher.contiguous()
     cross, residual = teacher.new_empty(len(teacher)), torch.empty_like(teacher, dtype=dtype)
     _launch(kl_kernel, logits, teacher, cross, residual, temperature, DRAFTED=logits.shape[1], BLOCK=BLOCK)

@@ -13,8 +13,9 @@ derivative with respect to the logits, so autograd and a [D, H] gradient are not
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from tracedraft.types import OutputHead
 
-Norm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Divergence = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+Norm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # rms_norm's
+KlParts = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]  # kl_parts'
 
 PADDING = 8  # batches have a multiple of this many positions
 ROUNDED = 512  # and steps that leave out rows of the head a multiple of this many rows
@@ -182,9 +183,9 @@ def kl_gradient(
     Returns:
         L; R [n, D]; x [n, H]; f / rms(f) [n, H]; fp32 but for R.
     """
-    norm, divergence = operators(batch.rows.features.device)
+    norm, parts = operators(batch.rows.features.device)
     unit, normed = norm(batch.rows.features, gain, eps)
-    cross, residual = divergence(project(normed), batch.rows.teacher, temperature, dtype)
+    cross, residual = parts(project(normed), batch.rows.teacher, temperature, dtype)
     return _mean_kl(batch, cross, temperature), residual, normed, unit
 
 
@@ -193,13 +194,30 @@ def residual_dtype(head: OutputHead) -> torch.dtype:
     return torch.bfloat16 if head.weight.dtype is torch.bfloat16 else torch.float32
 
 
-def operators(device: torch.device) -> tuple[Norm, Divergence]:
-    """``rms_norm`` and ``kl``; on a GPU as kernels, unless torch came without Triton (as on Windows)."""
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
-        from tracedraft.adapters import fused
+@functools.cache
+def operators(device: torch.device) -> tuple[Norm, KlParts]:
+    """``rms_norm`` and ``kl_parts``; on a GPU as kernels, where they can be compiled."""
+    if device.type == "cuda":
+        try:
+            from tracedraft.adapters import fused
 
-        return fused.rms_norm, fused.kl
-    return rms_norm, kl
+            fused.rms_norm(torch.ones(1, 8, device=device), torch.ones(8, device=device), 1e-5)
+        except Exception as error:  # no Triton (as on Windows), no C compiler, too old a GPU: each raises its own
+            warnings.warn(f"updates go without kernels of their own: {type(error).__name__}: {error}", stacklevel=2)
+        else:
+            return fused.rms_norm, fused.kl_parts
+    return rms_norm, kl_parts
+
+
+def warm_up(head: OutputHead, temperature: float) -> None:
+    """Let a GPU's kernels be compiled for a head before a response waits for it, at its precision and at masters'."""
+    if head.weight.device.type != "cuda":
+        return
+    norm, parts = operators(head.weight.device)
+    rows = Rows.blank(PADDING, head)
+    for dtype in (head.weight.dtype, torch.float32):
+        norm(rows.features, head.norm.to(dtype), head.eps)
+        parts(rows.teacher.to(dtype, copy=True), rows.teacher, temperature, residual_dtype(head))
 
 
 def rms_norm(features: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -208,7 +226,7 @@ def rms_norm(features: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor
     return unit, unit * gain.float()
 
 
-def kl(logits: Tensor, teacher: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def kl_parts(logits: Tensor, teacher: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Σ p log q [n] fp32, and q - p [n, D] in ``dtype``, of the teacher's p [n, D] fp32 and logits [n, D], which are
     overwritten where they are fp32."""
     z = logits.float().div_(temperature)

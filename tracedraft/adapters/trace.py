@@ -29,7 +29,7 @@ from tracedraft.adapters.dense import Dense
 from tracedraft.adapters.form import Form
 from tracedraft.adapters.lowrank import LowRank
 from tracedraft.adapters.memory import Replay, Window
-from tracedraft.adapters.objective import PADDING, Batch, Rows, served_kl, weighted
+from tracedraft.adapters.objective import Batch, Rows, served_kl, warm_up, weighted
 from tracedraft.adapters.optim import Rule
 from tracedraft.errors import UserError
 from tracedraft.interfaces import InnerAdapter, InnerAdapterSpec
@@ -146,8 +146,7 @@ class TraceAdapter(InnerAdapter):
         self.spec = spec
         self.head = head
         self.form = build_form(spec, head)
-        with torch.no_grad():  # what a GPU compiles for a first gradient is no part of a response
-            self.form.gradients(weighted({"none": (Rows.blank(PADDING, head), 1.0)}))
+        warm_up(head, spec.temperature)
         numbers = itertools.count()
         self.windows: dict[str, Window] = {}
         if spec.source is not Supervision.response:

@@ -210,26 +210,27 @@ def gradient_rows(bench: Bench, bandwidth: float) -> list[dict[str, Any]]:
     head, meter = bench.draft.head, bench.meter
     positions = objective.Rows.blank(POSITIONS, head)
 
-    def milliseconds(norm: objective.Norm, divergence: objective.Divergence) -> float:
+    def milliseconds(norm: objective.Norm, parts: objective.KlParts) -> float:
         meter.start()
         _, normed = norm(positions.features, head.norm, head.eps)
         logits = head.project(normed.to(head.weight.dtype))
-        divergence(logits, positions.teacher, 1.0, objective.residual_dtype(head))
+        parts(logits, positions.teacher, 1.0, objective.residual_dtype(head))
         return 1e3 * sum(meter.stop().values())
 
-    ways: dict[str, tuple[objective.Norm, objective.Divergence]] = {"operators": (objective.rms_norm, objective.kl)}
+    ways: dict[str, tuple[objective.Norm, objective.KlParts]] = {
+        "operators": (objective.rms_norm, objective.kl_parts)
+    }
     chosen = objective.operators(bench.target.device)
     if chosen != ways["operators"]:
         ways["kernels"] = chosen
     with torch.no_grad():
         done = [{way: milliseconds(*functions) for way, functions in ways.items()} for _ in range(COPIES + 1)][1:]
+    missing = "there is no GPU" if bench.target.device.type == "cpu" else "its kernels can't be compiled here"
     limit, table = 1e3 * head.weight.nbytes / bandwidth, []
     for way, what in (("kernels", f"norm, head and KL of {POSITIONS} positions"), ("operators", "the same unfused")):
         ms = statistics.median(made[way] for made in done) if way in ways else None
-        reason = None if way in ways else "no GPU, or torch came without Triton"
-        table.append(
-            {"what": what, "kind": way, "ms": ms, "limit_ms": limit, "ratio": ms and limit / ms, "reason": reason}
-        )
+        measured = {"ms": ms, "limit_ms": limit, "ratio": ms and limit / ms}
+        table.append({"what": what, "kind": way, **measured, "reason": None if way in ways else missing})
     return table
 
 
@@ -250,6 +251,7 @@ def text(result: dict[str, Any]) -> str:
         cells = [number(row["ms"], 2), number(row["limit_ms"], 2), number(ratio, 1, " %")]
         lines.append([row["what"], *cells, MISSING if bound is None else f"{sign}{bound:g} %", reached])
     head = "DRY RUN of a small shape: these numbers say nothing of a GPU\n" if result["dry_run"] else ""
+    missing = [f"- {row['what']}: not measured, {row['reason']}\n" for row in result["rows"] if row.get("reason")]
     allowed = "what is clocked" if result["limit"] == "peak" else "what was copied"
     return (
         f"{head}{', '.join(machine['gpus']) or machine['cpu']}; torch {origin['versions']['torch']}; "
@@ -257,5 +259,5 @@ def text(result: dict[str, Any]) -> str:
         f"memory clocked for {clocked}, copies at {speed['copied'] / 1e9:.0f} GB/s; limits are of {allowed}; "
         f"medians of {len(result['repetitions'])} repetitions\n\n{markdown(lines, ('', 'reached'))}\n"
         f"- an update is a share of the time of {RESPONSE} tokens in the first mode, were {result['tau']:g} of them "
-        "said a round: random weights accept next to none\n"
+        f"said a round: random weights accept next to none\n{''.join(missing)}"
     )

@@ -7,7 +7,7 @@ tree lie in buffers that each call fills.
 
 This has never run on a GPU: it was written where there was none. What tests show on a CPU is that a pass over
 buffers gives the same bits as the usual one, that its recorded operators, replayed over other contents, do too, and
-that whole responses do over a device that is pretended, where what a GPU would refuse to capture is refused.
+that whole responses stay the same over a device that is pretended, which refuses much of what can not be captured.
 """
 
 from __future__ import annotations
