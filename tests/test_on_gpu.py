@@ -110,19 +110,7 @@ def test_two_devices_do_not_mix(device, action):
         lambda x: torch.ones(()).copy_(x[0]),
         lambda x: torch.ones(3).copy_(x, non_blocking=True),
     ],
-    ids=[
-        "item",
-        "tolist",
-        "nonzero",
-        "mask",
-        "tensor",
-        "to",
-        "synchronize",
-        "where",
-        "bincount",
-        "number",
-        "unpinned",
-    ],
+    ids=["item", "tolist", "nonzero", "mask", "tensor", "to", "sync", "where", "bincount", "number", "unpinned"],
 )
 def test_what_waits_can_t_be_captured(device, action):
     x = torch.ones(3, device="cuda")
