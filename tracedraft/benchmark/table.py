@@ -32,11 +32,11 @@ def ratios(result: dict[str, Any]) -> str:
     for name, found in result["workloads"][ALL]["ratios"].items():
         aim = result["aims"].get(name, {"ratio": None, "workload": None, "met": None, "reason": None})
         own = [result["workloads"][workload]["ratios"][name] for workload in workloads]
-        medians = [between(one, 2, bounds="interval") for one in own]
+        shown = [between(one, 2, bounds="interval") for one in own]
         reached = {True: "yes", False: "no", None: MISSING}[aim["met"]]
         on = aim["reason"] or (aim["workload"] and f"on {aim['workload']}")
         cells = [between(found, 2, bounds="interval"), number(aim["ratio"], 2), reached + (f" ({on})" if on else "")]
-        table.append([name.replace("_", " "), *medians, *cells])
+        table.append([name.replace("_", " "), *shown, *cells])
     return markdown(table, ("ratio of speed", "reached"))
 
 
