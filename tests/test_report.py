@@ -154,6 +154,15 @@ def test_options_of_a_group_are_told_apart_by_name_and_by_what_differs_beside_it
     assert settings == ["decode=chain top_k=0", "decode=tree top_k=0", "decode=tree top_k=9"]
 
 
+def test_a_stream_s_seed_stands_for_those_of_its_sources(tmp_path):
+    make_sweep(tmp_path, ["0", "1"])
+    for seed in (0, 1):
+        workload = {"name": "stream", "seed": seed, "sources": {"a": {"seed": seed, "pool": 3}, "b": {"seed": seed}}}
+        OmegaConf.save({"workload": workload}, tmp_path / str(seed) / "config.yaml")
+        (tmp_path / str(seed) / "summary.json").write_text(json.dumps(summary(adapter="reset")))
+    assert [r["settings"] for r in read_runs(runs_of(tmp_path))[0]] == ["seed=0", "seed=1"]
+
+
 def test_without_varied_settings_there_is_no_such_column(tmp_path):
     make_sweep(tmp_path, ["0_a", "1_b"])
     assert "settings" not in result_markdown(read_runs(runs_of(tmp_path))[0])

@@ -196,7 +196,8 @@ def settings_of(run: Path) -> dict[str, Any]:
 def varied(rows: list[dict[str, Any]]) -> list[str]:
     """What tells each row from others of its workload and adapter: the keys whose values differ, as ``key=value``.
 
-    Of a group whose options differ, the option, and no key that is the same wherever it is chosen.
+    Of a group whose options differ, the option, and no key that is the same wherever it is chosen; nor one that goes
+    with its namesake further up, as the seed of a stream's sources does.
 
     Args:
         rows: with their run's ``config`` by dotted key.
@@ -210,7 +211,9 @@ def varied(rows: list[dict[str, Any]]) -> list[str]:
         for key in set().union(*configs)
         if len({repr(config.get(key)) for config in configs}) > 1
     }
-    keys = sorted(key for key in differ if not _told_by_option(key, differ, [r["config"] for r in rows]))
+    configs = [r["config"] for r in rows]
+    told = {key for key in differ if _told_by_option(key, differ, configs) or _told_above(key, differ, configs)}
+    keys = sorted(differ - told)
     short = Counter(key.rpartition(".")[2] for key in keys)
     names = {key: key if short[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
     names |= {key: key.removesuffix(".name") for key in keys if key.endswith(".name")}
@@ -225,6 +228,15 @@ def _told_by_option(key: str, differ: set[str], configs: list[dict[str, Any]]) -
     for config in configs:
         values.setdefault(config.get(name), set()).add(repr(config.get(key)))
     return all(len(found) == 1 for found in values.values())
+
+
+def _told_above(key: str, differ: set[str], configs: list[dict[str, Any]]) -> bool:
+    above, _, name = key.rpartition(".")
+    return any(
+        all(config.get(key) == config.get(other) for config in configs)
+        for other in differ
+        if other != key and other.rpartition(".")[2] == name and above.startswith(other.removesuffix(name))
+    )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
