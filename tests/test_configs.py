@@ -258,7 +258,7 @@ BASE = ("target=smollm2-135m", "draft=eagle3", "workload=gsm8k")
         "draft=tiny",
         "draft.rope_theta=5e5",
         "draft.norm_output=true",
-        "target.dtype=float32",
+        "target.dtype=float16",
         "target.seed=1",
     ],
 )

@@ -31,6 +31,14 @@ def _per_device(cpu: Any, cuda: Any, *, _root_: DictConfig) -> Any:
     return cpu if str(_root_.target.device).startswith("cpu") else cuda
 
 
+def _serving_dtype(*, _root_: DictConfig) -> str:
+    if not str(_root_.target.device).startswith("cpu"):
+        return "bfloat16"
+    from tracedraft.models.packing import cpu_dtype  # loads torch
+
+    return str(cpu_dtype()).removeprefix("torch.")
+
+
 def _sweep_name(*, _root_: DictConfig) -> str:
     return _root_.hydra.runtime.choices.get("experiment") or "sweep"
 
@@ -39,6 +47,8 @@ def _sweep_name(*, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("sweep_name", _sweep_name, replace=True)
 # ${per_device:A,B} in a YAML: A where the target is served on the CPU, else B.
 OmegaConf.register_new_resolver("per_device", _per_device, replace=True)
+# ${serving_dtype:} in a YAML: float32 on a CPU without instructions for bf16, else bfloat16.
+OmegaConf.register_new_resolver("serving_dtype", _serving_dtype, replace=True)
 
 
 def build_spec(node: DictConfig, key: str) -> Any:
