@@ -169,6 +169,12 @@ def golden_draft(golden_decoder, tmp_path):
     return make
 
 
+@pytest.fixture
+def unpacked(monkeypatch):
+    """Models built in this test keep ``nn.Linear`` on every CPU: what a test reads or writes there is the weight."""
+    monkeypatch.setattr("tracedraft.models.packing.cpu_dtype", lambda: torch.float16)
+
+
 @cache
 def tiny(dtype: str, seed: int = 0) -> Served:
     """``target=tiny``. Shared: a test that changes its end tokens or its context makes its own."""

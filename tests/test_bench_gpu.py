@@ -49,6 +49,7 @@ def test_the_shape_is_llama_3_1_8b_s():
     assert one_step == pytest.approx(2 * 374e6, rel=0.01)
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_a_pass_reads_each_product_s_weights_once_and_the_cache():
     target = SMALL.target(CPU)
     draft = SMALL.draft(target)

@@ -245,6 +245,7 @@ def test_missing_tensor_of_a_draft_is_named(tmp_path):
 # The untrained draft
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_lens_without_its_layer_is_the_targets_own_head(golden_target):
     """What pass-through means: with fc the identity on the last tap and the layer silent, the target's
     norm and head read that tap, up to float32 noise."""

@@ -29,6 +29,7 @@ from tracedraft.types import Conversation
 
 
 @pytest.mark.parametrize("name", ["osd", "optimistic", "ensemble"])
+@pytest.mark.usefixtures("unpacked")
 def test_the_served_draft_changes_with_each_block_and_the_masters_hold_it(name):
     learner, draft = built(name)
     probe = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))

@@ -119,6 +119,7 @@ def test_golden_trees(golden_draft, case, nodes, depth, top_k):
         draft.extend(golden["round2_new_features"], golden["round2_tokens"][-3:])
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_growing_reads_nothing_back_and_works_on_all_nodes_at_once(golden_draft):
     draft, golden = golden_draft("eagle3_tiny"), load_file(GOLDEN / "eagle3_tree.safetensors")
     draft.begin(128)

@@ -193,6 +193,7 @@ def write_zeros(folder: Path, kind: str) -> int:
     return max(sizes)
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_parameters_are_made_once_and_tied_ones_shared(tmp_path):
     saved(tmp_path, tie_word_embeddings=True)
     model = load(tmp_path).model
