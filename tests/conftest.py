@@ -171,7 +171,8 @@ def golden_draft(golden_decoder, tmp_path):
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """Models built in this test keep ``nn.Linear`` on every CPU: what a test reads or writes there is the weight."""
+    """Models built in this test keep ``nn.Linear`` on every CPU: what a test reads or writes there is the
+    weight. Of ``tiny``, which is shared, take ``tiny.__wrapped__``."""
     monkeypatch.setattr("tracedraft.models.packing.cpu_dtype", lambda: torch.float16)
 
 

@@ -231,8 +231,8 @@ def test_other_precisions_stay_plain(dtype):
 
 @pytest.mark.parametrize(("instructions", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_the_embedded_model_is_served_in_what_the_cpu_serves_fastest(monkeypatch, instructions, dtype):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
-    assert can_pack(linear(8, 8, getattr(torch, dtype)))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False)
+    assert str(cpu_dtype()) == f"torch.{dtype}"
     assert composed("target=smollm2-135m").target.dtype == dtype
     assert composed("target=smollm2-135m", "target.device=cuda").target.dtype == "bfloat16"
     assert composed("target=smollm2-135m", "target.dtype=float16").target.dtype == "float16"

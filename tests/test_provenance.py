@@ -23,6 +23,7 @@ def test_provenance_is_json_and_names_what_ran(monkeypatch):
     assert hardware["logical_cores"] == os.cpu_count()
     assert hardware["memory_bytes"] > 2**28
     assert hardware["cpu"]
+    assert hardware["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert len(hardware["gpus"]) == torch.cuda.device_count()
 
 

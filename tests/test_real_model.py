@@ -184,12 +184,14 @@ def test_greedy_tokens_equal_transformers(served, reference):
         assert made.rounds == 16, "the given text was not what verification accepted"
 
 
-# bfloat16
+# What is served: bfloat16, and float32 where a CPU is faster in that
 
 
-def test_bf16_row_is_the_same_wherever_it_stands(served_bf16):
+@pytest.mark.parametrize("model", ["served", "served_bf16"])
+def test_a_row_is_the_same_wherever_it_stands(request, model):
     """The claim on which exact audits in low precision rest, on the model that is served."""
-    target, text = served_bf16.target, prompts(served_bf16, 1)[0]
+    served = request.getfixturevalue(model)
+    target, text = served.target, prompts(served, 1)[0]
     width, start = chain().width, len(text) - 14
     target.begin(256, width, 64)
     target.prefill(text[:start])
@@ -207,10 +209,11 @@ def test_bf16_row_is_the_same_wherever_it_stands(served_bf16):
             assert all(torch.equal(a, b) for a, b in zip(row, expected[at + i - start], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+@pytest.mark.parametrize(("model", "kind"), [("served_bf16", "eagle3"), ("served_bf16", "lm"), ("served", "eagle3")])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_learning_draft_is_lossless_in_bf16(served_bf16, temperature, kind):
-    target, prompt = served_bf16.target, prompts(served_bf16, 2)[1]
+def test_a_learning_draft_is_lossless(request, temperature, model, kind):
+    served = request.getfixturevalue(model)
+    target, prompt = served.target, prompts(served, 2)[1]
     lm = LmSpec("lm", SHIPPED_LM, None, str(CACHE), None)
     draft, _ = (Eagle3Spec("eagle3", SHIPPED, None, str(CACHE)) if kind == "eagle3" else lm).build(target)
     node = OmegaConf.load(shipped_dir("conf") / "adapter" / "persistent.yaml")

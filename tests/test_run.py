@@ -252,7 +252,7 @@ def test_reset_forgets_between_conversations_and_persistent_does_not(tmp_path, a
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path):
     measure(composed("workload.limit=1"), tmp_path / "run", None)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(UserError, match=r"already holds another run.*hydra\.run\.dir"):
+    with pytest.raises(UserError, match=r"already holds another run.*seed=0, now 1\).*hydra\.run\.dir"):
         measure(composed("workload.limit=1", "seed=1"), tmp_path / "run", None)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 

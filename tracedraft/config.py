@@ -47,7 +47,7 @@ def _sweep_name(*, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("sweep_name", _sweep_name, replace=True)
 # ${per_device:A,B} in a YAML: A where the target is served on the CPU, else B.
 OmegaConf.register_new_resolver("per_device", _per_device, replace=True)
-# ${serving_dtype:} in a YAML: float32 on a CPU without instructions for bf16, else bfloat16.
+# ${serving_dtype:} in a YAML: float32 on a CPU for which oneDNN has no bf16 products, else bfloat16.
 OmegaConf.register_new_resolver("serving_dtype", _serving_dtype, replace=True)
 
 
@@ -171,6 +171,13 @@ def check_settings(cfg: DictConfig) -> None:
 
 # Keys that say where files lie, not what they hold; what they hold enters by its sha256.
 NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note", "path", "drafts"})
+
+
+def differing(a: Any, b: Any, key: str = "") -> list[str]:
+    """Settings that are not alike; a key that came later counts as null before."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in sorted(a | b) for d in differing(a.get(k), b.get(k), f"{key}.{k}".lstrip("."))]
+    return [] if a == b else [f"{key}={json.dumps(a)}, now {json.dumps(b)}"]
 
 
 def fingerprint(specs: dict[str, Any], contents: dict[str, str | None]) -> str:

@@ -37,7 +37,8 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "git": own_code(),
         "hardware": {
             "platform": platform.platform(),
-            "cpu": f"{_cpu_model() or 'unknown CPU'} with {torch.backends.cpu.get_cpu_capability()}",
+            "cpu": _cpu_model(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
             "physical_cores": psutil.cpu_count(logical=False),
             "logical_cores": psutil.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,

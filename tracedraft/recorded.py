@@ -26,11 +26,12 @@ from tracedraft.errors import UserError
 from tracedraft.files import write_atomically
 from tracedraft.interfaces import Draft, Target
 from tracedraft.meter import Meter
+from tracedraft.models.packing import cpu_dtype
 from tracedraft.target import LlamaTarget, Served
 from tracedraft.types import TargetPass, Tree
 from tracedraft.verify import choose
 
-FORMAT = 2  # to be raised when the decoder comes to round otherwise
+FORMAT = 3  # to be raised when the decoder comes to round otherwise
 
 
 class RecordedTarget(Target):
@@ -133,7 +134,8 @@ def _identity(served: Served, prompt: list[int], spec: DecodeSpec, key: int) -> 
     capacity = spec.capacity(len(prompt), target.context)
     shapes = [spec.width, spec.prefill_chunk, capacity, spec.max_new_tokens]
     model = [str(target.model.norm.weight.dtype), list(target.taps), target.context, sorted(target.eos_ids)]
-    arithmetic = [FORMAT, torch.__version__, target.device.type, torch.get_num_threads()]
+    cpu = [torch.backends.cpu.get_cpu_capability(), str(cpu_dtype())]  # which also says what is packed
+    arithmetic = [FORMAT, torch.__version__, target.device.type, torch.get_num_threads(), *cpu]
     sampling = dataclasses.astuple(spec.sampling(key))
     text = json.dumps([served.provenance, model, shapes, arithmetic, sampling, prompt], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
+from tracedraft.config import differing
 from tracedraft.errors import UserError
 from tracedraft.files import exclusive, unwritable, write_atomically
 
@@ -54,11 +56,12 @@ class RunDir:
         """
         path = Path(path)
         text = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
-        refuse_other(path, origin["fingerprint"])
+        settled: Any = OmegaConf.to_container(OmegaConf.create(text))
+        refuse_other(path, origin["fingerprint"], settled)
         try:
             lock = exclusive(path / ATTEMPTS, _CHOOSE)
             # What was there before the lock may have been another process's start.
-            earlier = refuse_other(path, origin["fingerprint"])
+            earlier = refuse_other(path, origin["fingerprint"], settled)
             _whole_lines(lock, path / ATTEMPTS)
             if not earlier:
                 write_atomically(path / CONFIG, lambda file: file.write_text(text, encoding="utf-8"), _CHOOSE)
@@ -177,7 +180,7 @@ def _whole_lines(file: Any, path: Path) -> list[dict[str, Any]]:
     return _parse_lines(whole, path)
 
 
-def refuse_other(path: Path, fingerprint: str) -> int:
+def refuse_other(path: Path, fingerprint: str, config: dict[str, Any]) -> int:
     """How many attempts at this very run ``path`` holds.
 
     Raises:
@@ -193,11 +196,21 @@ def refuse_other(path: Path, fingerprint: str) -> int:
     if attempts and attempts[0]["fingerprint"] != fingerprint:
         raise UserError(
             f"{path} already holds another run ({attempts[0]['fingerprint']}, this one is {fingerprint}; "
-            f"{CONFIG} there says how it was started): {_CHOOSE}"
+            f"{_apart(path / CONFIG, config) or f'{CONFIG} there says how it was started'}): {_CHOOSE}"
         )
     if (path / SUMMARY).exists():
         raise UserError(f"{path} already holds a finished run: {_CHOOSE}")
     return len(attempts)
+
+
+def _apart(file: Path, config: dict[str, Any]) -> str:
+    """In which settings that may change a result the run there differs, in words."""
+    try:
+        there: Any = OmegaConf.to_container(OmegaConf.load(file))
+        keys = ("target", "draft", "adapter", "workload", "decode", "seed", "measure")
+        return ", ".join(difference for key in keys for difference in differing(there.get(key), config.get(key), key))
+    except (OSError, AttributeError, YAMLError):
+        return ""
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:

@@ -189,8 +189,9 @@ def drift(attempt: dict[str, Any], here: dict[str, Any]) -> tuple[str, ...]:
         found.append("code with uncommitted changes")
     then, now = attempt["versions"], here["versions"]
     found += [f"{name} {then.get(name)}, now {now[name]}" for name in now if then.get(name) != now[name]]
-    for key in ("cpu", "logical_cores", "gpus"):
-        before, after = attempt["hardware"][key], here["hardware"][key]
+    for key in ("cpu", "instructions", "logical_cores", "gpus"):
+        after = here["hardware"][key]
+        before = attempt["hardware"].get(key, after)  # instructions were not recorded once
         if key == "gpus" and set(before) == set(after):  # a worker is shown its own of several
             continue
         found += [f"{key} {_few(before)}, now {_few(after)}"] if before != after else []

@@ -4,8 +4,9 @@ A bf16 product on a CPU otherwise reorders the whole weight on every call, which
 rows by it. The one order serves every number of rows. Results, with and without bias, were bit-equal to those of
 plain weights on a CPU with bf16 instructions, and within rounding where they are emulated.
 
-A CPU without them takes seven times as long over 8 rows in bf16 as over one. It is served in fp32, whose packed
-products took 0.3 to 0.9 of the time of plain ones at 6 to 16 rows, and are summed in another order.
+Where oneDNN has no bf16 products at all (x86 without AVX-512), 8 rows take seven times as long as one. Such a CPU is
+served in fp32, whose packed products took 0.3 to 0.9 of the time of plain ones at 6 to 16 rows, and are summed in
+another order.
 """
 
 from __future__ import annotations
@@ -98,6 +99,6 @@ def can_pack(linear: nn.Linear) -> bool:
 
 
 def cpu_dtype() -> torch.dtype:
-    """The precision in which this machine's CPU serves fastest: bf16, or fp32 where it has no bf16 instructions."""
+    """The precision in which this CPU serves fastest: fp32 where oneDNN has no bf16 products, else bf16."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return torch.bfloat16 if supported() else torch.float32

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
-from tracedraft.config import build_spec, check_settings, plain
+from tracedraft.config import build_spec, check_settings, differing, plain
 from tracedraft.errors import UserError
 from tracedraft.files import exclusive, remove_scratch, write_atomically
 from tracedraft.target import Served
@@ -33,13 +33,6 @@ def keep_settings(folder: Path, settings: dict[str, Any], instead: str) -> None:
     if file.exists() and (others := differing(json.loads(file.read_text()), settings)):
         raise UserError(f"{folder} was made with other settings ({', '.join(others)}): {instead}")
     write_atomically(file, lambda path: path.write_text(json.dumps(settings, indent=1) + "\n"), instead)
-
-
-def differing(a: Any, b: Any, key: str = "") -> list[str]:
-    """Settings that are not alike; a key that came later counts as null before."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [d for k in sorted(a | b) for d in differing(a.get(k), b.get(k), f"{key}.{k}".lstrip("."))]
-    return [] if a == b else [f"{key}={json.dumps(a)}, now {json.dumps(b)}"]
 
 
 def train_draft(cfg: DictConfig, folder: Path) -> None:
