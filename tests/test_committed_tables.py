@@ -10,15 +10,8 @@ from tracedraft.analysis import build, figures, notebook
 from tracedraft.analysis.packed import ENDING
 
 ANALYSIS = Path(__file__).parents[1] / "analysis"
-BY_HAND = {
-    "speed_eagle.md",
-    "speed_eagle.png",
-    "audit.md",
-    "speed.md",
-    "speed.png",
-    "tuning.md",
-    "update_cost.md",
-}  # of no notebook
+SPEED = {f"speed{of}.{ending}" for of in ("", "_eagle") for ending in ("md", "png")}
+BY_HAND = {"audit.md", "tuning.md", "update_cost.md"} | SPEED  # of no notebook
 PICTURES = (".svg", ".pdf", ".png")
 
 

@@ -28,8 +28,8 @@ KERNELS = fused.rms_norm, fused.kl_parts
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # One block of logits and several, each with and without a rest.
 SIZES = [100, fused.BLOCK, 2 * fused.BLOCK, 2 * fused.BLOCK + 1]
-# Of a probability: fp32 resolves exponents of 16 to 32 to 2e-6, and both sides round theirs; bf16 has 8 bits.
-ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 8e-3}
+# Of a probability: an fp32 exponent of 16 to 32 is off by up to 1e-6, and so is the sum below it; bf16 has 8 bits.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
 def drawn(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,10 @@ def test_kl_is_that_of_the_operators(size, dtype, temperature):
         expected = objective.kl_parts(logits.clone(), teacher, temperature, kept)
         # A sum of thousands of products of order 10, in another order.
         torch.testing.assert_close(cross, expected[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(residual, expected[1], rtol=ROUNDING[kept], atol=ROUNDING[kept] * 1e-2)
+        # Against double precision, since the operators' own softmax is 2.5e-6 off on some CPUs.
+        exact = torch.softmax(logits.double() / temperature, -1)
+        off = (residual.double() - (exact - teacher.double())).abs()
+        assert (off <= ROUNDING[kept] * torch.maximum(exact, teacher.double()) + 1e-10).all()
         assert residual.dtype is kept
 
 

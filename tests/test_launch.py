@@ -111,6 +111,9 @@ def test_drift_is_shown_and_nothing_runs_again(here, folder, monkeypatch, capsys
     one, eight = ({**now, "hardware": {**now["hardware"], "gpus": ["H200"] * count}} for count in (1, 8))
     assert drift(one, eight) == drift(now, now)  # a worker is shown its own
     assert any("gpus" in said for said in drift(one, now))
+    bare = {k: v for k, v in now["hardware"].items() if k != "instructions"}  # as once recorded
+    assert drift({**now, "hardware": bare}, now) == drift(now, now)
+    assert "instructions none, now" in drift({**now, "hardware": {**bare, "instructions": "none"}}, now)[-1]
 
 
 # --- failure

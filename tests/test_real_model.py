@@ -5,11 +5,13 @@ Its weights were quantised to four bits and read back as float32 by transformers
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tracedraft.drafts.lm import LmSpec
 from tracedraft.interfaces import Draft
 from tracedraft.meter import Meter
 from tracedraft.models import architectures
+from tracedraft.models.packing import cpu_dtype
 from tracedraft.prefix import Prefix
 from tracedraft.target import LlamaTarget, LlamaTargetSpec, Served
 from tracedraft.types import OutputHead, Proposal
@@ -94,8 +97,9 @@ def test_logits_equal_transformers(served, reference):
     """Prefill in chunks, single steps, and several tokens a pass after a roll-back.
 
     Thirty layers of float32 sums of up to 1,536 terms, in another order. Logits of size up to 40 came out
-    within 9e-5, and taps within 6e-6 of a row's largest entry; the bounds leave a factor of five for other
-    machines. A wrong position, mask or norm moves logits by whole units.
+    within 9e-5; the bound leaves a factor of five for other machines. Taps are held against double precision, from
+    which transformers' own were 2.8e-6 of a row's largest entry away and ours up to twice that. A wrong position,
+    mask or norm moves logits by whole units.
     """
     target, tokens = served.target, torch.tensor(prompts(served, 1)[0])
     with torch.inference_mode():
@@ -120,10 +124,18 @@ def test_logits_equal_transformers(served, reference):
         feed(tokens[at : at + width], len(tokens[at : at + width]))
     assert out.logits.std() > 1
     torch.testing.assert_close(torch.cat(got), out.logits[0], rtol=0, atol=5e-4)
-    # taps hold massive activations, so relative to the largest entry of each row
-    expected = torch.cat([out.hidden_states[i][0] for i in (2, 15, 27)], dim=-1)
-    gap = (torch.cat(taps) - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
-    assert gap.max() < 3e-5
+    with torch.inference_mode():
+        exact = tapped(copy.deepcopy(reference).double()(tokens[None], output_hidden_states=True))
+    assert astray(torch.cat(taps), exact) < min(4 * astray(tapped(out), exact), 2e-5)
+
+
+def tapped(out: Any) -> Tensor:
+    return torch.cat([out.hidden_states[i][0] for i in (2, 15, 27)], dim=-1)
+
+
+def astray(taps: Tensor, exact: Tensor) -> float:
+    """The largest error; of each row relative to its largest entry, since taps hold massive activations."""
+    return float(((taps - exact).abs().amax(dim=1) / exact.abs().amax(dim=1)).max())
 
 
 class Oracle(Draft):
@@ -187,7 +199,12 @@ def test_greedy_tokens_equal_transformers(served, reference):
 # What is served: bfloat16, and float32 where a CPU is faster in that
 
 
-@pytest.mark.parametrize("model", ["served", "served_bf16"])
+FP32 = pytest.param(
+    "served", marks=pytest.mark.skipif(cpu_dtype() != torch.float32, reason="this CPU is served in bfloat16")
+)
+
+
+@pytest.mark.parametrize("model", [FP32, "served_bf16"])
 def test_a_row_is_the_same_wherever_it_stands(request, model):
     """The claim on which exact audits in low precision rest, on the model that is served."""
     served = request.getfixturevalue(model)

@@ -169,15 +169,24 @@ def check_settings(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value!r}: expected {want}")
 
 
-# Keys that say where files lie, not what they hold; what they hold enters by its sha256.
-NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note", "path", "drafts"})
-
-
 def differing(a: Any, b: Any, key: str = "") -> list[str]:
     """Settings that are not alike; a key that came later counts as null before."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [d for k in sorted(a | b) for d in differing(a.get(k), b.get(k), f"{key}.{k}".lstrip("."))]
     return [] if a == b else [f"{key}={json.dumps(a)}, now {json.dumps(b)}"]
+
+
+# Keys that say where files lie, not what they hold; what they hold enters by its sha256.
+NOT_IN_FINGERPRINT = frozenset({"data", "cache", "note", "path", "drafts"})
+
+
+def identifying(value: Any) -> Any:
+    """Settings without the keys that say where files lie."""
+    if isinstance(value, dict):
+        return {k: identifying(v) for k, v in value.items() if k not in NOT_IN_FINGERPRINT}
+    if isinstance(value, list):
+        return [identifying(v) for v in value]
+    return value
 
 
 def fingerprint(specs: dict[str, Any], contents: dict[str, str | None]) -> str:
@@ -187,13 +196,5 @@ def fingerprint(specs: dict[str, Any], contents: dict[str, str | None]) -> str:
         specs: the built specs and the seed; keys that say where a file lies are left out.
         contents: sha256 of each file that the specs name: weights of target and draft, prompts.
     """
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: strip(v) for k, v in value.items() if k not in NOT_IN_FINGERPRINT}
-        if isinstance(value, list):
-            return [strip(v) for v in value]
-        return value
-
-    text = json.dumps([strip(plain(specs)), contents], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([identifying(plain(specs)), contents], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

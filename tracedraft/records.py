@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from tracedraft.config import differing
+from tracedraft.config import differing, identifying
 from tracedraft.errors import UserError
 from tracedraft.files import exclusive, unwritable, write_atomically
 
@@ -180,6 +180,9 @@ def _whole_lines(file: Any, path: Path) -> list[dict[str, Any]]:
     return _parse_lines(whole, path)
 
 
+_SETTINGS = ("target", "draft", "adapter", "workload", "decode", "seed", "measure")
+
+
 def refuse_other(path: Path, fingerprint: str, config: dict[str, Any]) -> int:
     """How many attempts at this very run ``path`` holds.
 
@@ -207,8 +210,8 @@ def _apart(file: Path, config: dict[str, Any]) -> str:
     """In which settings that may change a result the run there differs, in words."""
     try:
         there: Any = OmegaConf.to_container(OmegaConf.load(file))
-        keys = ("target", "draft", "adapter", "workload", "decode", "seed", "measure")
-        return ", ".join(difference for key in keys for difference in differing(there.get(key), config.get(key), key))
+        then, now = ({key: identifying(of.get(key)) for key in _SETTINGS} for of in (there, config))
+        return ", ".join(differing(then, now))
     except (OSError, AttributeError, YAMLError):
         return ""
 
